@@ -16,9 +16,9 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from model.inputs.private_folders import PRIVATE, check_closed
-from server.api.adapter_folder import AdapterFolder
 from server.api.gate import Gate
 from server.api.metrics import ServerMetrics
+from server.api.named_folder import NamedFolder
 from server.api.record import NOTES
 from server.api.route import Refusals
 from server.api.routes.admin import Admin
@@ -37,7 +37,7 @@ from server.api.routes.prefill import prefill_routes
 from server.api.routes.responses.routes import responses_routes
 from server.api.routes.ui import ui_routes
 from server.api.routes.weights import Weights
-from server.api.served_model import ServedModel
+from server.api.served_model import ServedModel, ServedModels
 from server.api.state import ServerState
 from server.api.stats_history import StatsHistory
 from server.batches.batch_file import URLS
@@ -45,6 +45,7 @@ from server.batches.store import BatchStore
 from server.database import Database, FullError
 from server.engine.group import EngineGroup
 from server.engine.protocol import Engine
+from server.engine.wire import LoadAdapter, LoadModel
 from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError
 from server.settings import Settings
 from server.text.template_runner import TemplateRunner
@@ -75,6 +76,7 @@ def create_state(
         engine=engine,
         engines=engines,
         model=model,
+        models=ServedModels(settings, engine, model),
         templates=TemplateRunner(timeout_s=settings.template_timeout_s),
         history=StatsHistory(lambda: engine.stats),
         metrics=ServerMetrics(
@@ -86,8 +88,8 @@ def create_state(
 
         count = state.metrics.observe_prefill
         state.prefills = RemotePrefills(settings, lambda: engine.info, count)
-    if settings.lora_folder is not None:
-        state.adapter_folder = AdapterFolder(settings.lora_folder, state.ask)
+    folders = ((settings.models_folder, LoadModel), (settings.lora_folder, LoadAdapter))
+    state.folders = [NamedFolder(place, kind, state.ask) for place, kind in folders if place is not None]
     return state
 
 

@@ -16,8 +16,8 @@ CPU_SECONDS = "process_cpu_seconds"
 
 # the deadline passed in the queue, or during the output; the key already had its share of requests
 LIMITS = ("deadline_waiting", "deadline_running", "key_share")
-MOST_KEY_NAMES = 100  # the usage of the other keys is counted under OTHER_KEYS
-OTHER_KEYS = "others"
+MOST_NAMES = 100  # of keys and of models; the usage of others is counted under OTHERS
+OTHERS = "others"
 
 
 class Prefill(enum.StrEnum):
@@ -42,12 +42,15 @@ class HttpCounts:
     key_requests: dict[str, int] = field(default_factory=dict)  # by the name of an API key, as the next two
     key_prompt_tokens: dict[str, int] = field(default_factory=dict)
     key_generation_tokens: dict[str, int] = field(default_factory=dict)
+    model_requests: dict[str, int] = field(default_factory=dict)  # by the name of a model, as the next two
+    model_prompt_tokens: dict[str, int] = field(default_factory=dict)
+    model_generation_tokens: dict[str, int] = field(default_factory=dict)
     process: dict[str, float] = field(default_factory=dict)  # figures of the process -> value, for sums
 
-    def add_usage(self, key: str, **counts: int) -> None:
-        """Counts a request of the API key of this name, and its tokens."""
-        for name, count in {"requests": 1, **counts}.items():
-            _add(getattr(self, f"key_{name}"), {key: count})
+    def add_usage(self, kind: str, name: str, **counts: int) -> None:
+        """Counts a request of the `key` or the `model` of this name, and its tokens."""
+        for counted, count in {"requests": 1, **counts}.items():
+            _add(getattr(self, f"{kind}_{counted}"), {name: count})
 
     def retire(self) -> None:
         """Removes the present values of a process that has ended. Its CPU time stays counted."""

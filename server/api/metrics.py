@@ -22,7 +22,7 @@ from prometheus_client.core import HistogramMetricFamily as Histograms
 from prometheus_client.core import Metric
 
 from batcher.stats import Histogram
-from server.api.http_counts import HTTP_BOUNDS, MOST_KEY_NAMES, OTHER_KEYS, HttpCounts, Prefill
+from server.api.http_counts import HTTP_BOUNDS, MOST_NAMES, OTHERS, HttpCounts, Prefill
 from server.engine.protocol import Engine
 
 Kind = type[Counter] | type[Gauge] | type[Histograms]
@@ -45,7 +45,7 @@ class ServerMetrics:
     def __init__(
         self, sources: Sequence[Engine], *, prefix: str, model_name: str, key_names: Sequence[str] = ()
     ) -> None:
-        self._key_names = frozenset(key_names[:MOST_KEY_NAMES])
+        self._key_names = frozenset(key_names[:MOST_NAMES])
         self._sources = sources
         self._prefix = prefix
         self._model_name = model_name
@@ -66,10 +66,14 @@ class ServerMetrics:
         """Counts a request that one of LIMITS has ended or refused."""
         self._counts.limited[limit] += 1
 
-    def observe_usage(self, key: str, num_prompt_tokens: int, num_tokens: int) -> None:
-        """Counts a request of the API key of this name, and its tokens."""
-        name = key if key in self._key_names else OTHER_KEYS
-        self._counts.add_usage(name, prompt_tokens=num_prompt_tokens, generation_tokens=num_tokens)
+    def observe_usage(self, key: str | None, model: str, num_prompt_tokens: int, num_tokens: int) -> None:
+        """Counts a request of the API key of this name, if there are keys, and its tokens."""
+        seen = self._counts.model_requests
+        names = {"model": model if model in seen or len(seen) < MOST_NAMES else OTHERS}
+        if key is not None:
+            names["key"] = key if key in self._key_names else OTHERS
+        for kind, name in names.items():
+            self._counts.add_usage(kind, name, prompt_tokens=num_prompt_tokens, generation_tokens=num_tokens)
 
     def observe_prefill(self, outcome: Prefill) -> None:
         """Counts a prompt that another server was to compute."""

@@ -46,8 +46,8 @@ class PrefillRequest(msgspec.Struct, kw_only=True, frozen=True):
 
     tokens: bytes  # i32[n]
     cache_salt: _Digest
-    model: str | None  # the name of the LoRA adapter; None: the base model
-    adapter: _Digest  # the identity of its weights
+    model: str | None  # the name of the LoRA adapter or the model; None: the first model
+    adapter: _Digest  # the identity of its weights; 0: those of the first model
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31)]
     identity: dict[str, str]  # `EngineInfo.page_identity` of who asks
 

@@ -1,12 +1,19 @@
-"""A model as the routes see it: its tokenizer, templates and formats, and the defaults and limits of its requests."""
+"""Models as the routes see them: their tokenizers, templates and formats, and the defaults and limits of requests."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
+from model.inputs.words import described
 from server.engine.protocol import Engine
+from server.engine.wire import LoadedModel
+from server.flag import MOST_COUNT
+from server.http.request_error import RequestError
 from server.settings import GenerationDefaults, Settings
 from server.text.chat_template import ChatTemplate
 from server.text.reasoning import REASONING_FORMATS, ReasoningFormat, reasoning_format_in
@@ -16,6 +23,8 @@ from server.text.tool_calls.formats import DEFAULT_FORMAT, FORMATS, format_in
 
 logger = logging.getLogger("pallas_serve")
 
+MOST_KEPT = 64  # models whose files have been read, besides those of running requests
+
 
 class ServedModel:
     """A model with a name. Formats that the settings do not name are those that its chat template shows.
@@ -23,6 +32,8 @@ class ServedModel:
     Raises TemplateError if a chat template is not valid Jinja.
     """
 
+    identity = 0  # of the weights; 0: the engine started with them
+    _own_limit = MOST_COUNT
     adapter = 0  # the identity of the LoRA adapter's weights; 0: there is none
 
     def __init__(
@@ -58,13 +69,81 @@ class ServedModel:
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and output of one request."""
-        return self._engine.info.max_model_len
+        return min(self._engine.info.max_model_len, self._own_limit)
+
+    @property
+    def weights(self) -> int:
+        """The identity of its weights with the adapter's."""
+        return self.identity ^ self.adapter
 
     def renamed(self, name: str, *, adapter: int = 0) -> ServedModel:
         """The model under another name, with the LoRA adapter of this identity."""
         other = copy.copy(self)
         other.name, other.adapter = name, adapter
         return other
+
+    def with_weights(self, loaded: LoadedModel) -> ServedModel:
+        """The model with the weights of another one."""
+        other = self.renamed(loaded.name)
+        other.identity, other.root, other._own_limit = loaded.identity, loaded.path, loaded.max_model_len
+        return other
+
+
+class ServedModels:
+    """The models that were loaded besides the first one, whose files are read when a request first names one.
+
+    Args:
+        first: the model of the start.
+    """
+
+    def __init__(self, settings: Settings, engine: Engine, first: ServedModel) -> None:
+        self._settings, self._engine, self._first = settings, engine, first
+        self._read: dict[tuple[int, str], asyncio.Task[ServedModel]] = {}  # by identity and folder, latest use last
+
+    async def find(self, loaded: LoadedModel) -> ServedModel:
+        """The model with its files. Raises RequestError 400 if they cannot be used."""
+        try:
+            return await self._get(loaded)
+        except (ValueError, OSError) as error:
+            words = described(error).replace(loaded.folder, loaded.name)  # clients read it
+            raise RequestError(400, f"The model {loaded.name} cannot be used: {words}", param="model") from error
+
+    async def read_all(self) -> None:
+        """Reads the files of the models of the start. Raises ValueError if some cannot be used."""
+        for loaded in self._engine.models.values():
+            try:
+                await self._get(loaded)
+            except (ValueError, OSError) as error:
+                raise ValueError(f"--models {loaded.name}={loaded.path}: {described(error)}") from error
+
+    async def _get(self, loaded: LoadedModel) -> ServedModel:
+        if not loaded.folder:
+            return self._first.with_weights(loaded)
+        key = loaded.identity, loaded.folder
+        if key not in self._read:
+            there = {model.identity for model in self._engine.models.values()}
+            self._read = {other: read for other, read in self._read.items() if other[0] in there}
+            known = [self._first, *(read.result() for read in self._read.values() if read.done())]
+            tokenizers = [model.tokenizer for model in known]
+            self._read[key] = asyncio.create_task(asyncio.to_thread(self._model, loaded, tokenizers))
+        reading = self._read[key] = self._read.pop(key)
+        if len(self._read) > MOST_KEPT:
+            del self._read[next(iter(self._read))]
+        try:
+            own = await asyncio.shield(reading)
+        except (ValueError, OSError):
+            if self._read.get(key) is reading:
+                del self._read[key]
+            raise
+        return own if own.name == loaded.name else own.with_weights(loaded)
+
+    def _model(self, loaded: LoadedModel, known: Sequence[ByteLevelTokenizer]) -> ServedModel:
+        folder, settings = Path(loaded.folder), self._settings
+        tokenizer = ByteLevelTokenizer.from_folder(folder, vocab_size=settings.vocab_size, known=known)
+        defaults = settings.generation_rules.defaults_of(folder)
+        name, root = loaded.name, loaded.path
+        model = ServedModel(settings, self._engine, tokenizer, name=name, root=root, defaults=defaults)
+        return model.with_weights(loaded)
 
 
 def _call_format(settings: Settings, template: str) -> str:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from server.api.adapter_folder import AdapterFolder
 from server.api.metrics import ServerMetrics
+from server.api.named_folder import Loaded, NamedFolder
 from server.api.peers import EngineState, GetEngineState, Peers, state_of
 from server.api.record import RequestRecord, log_request
-from server.api.served_model import ServedModel
+from server.api.served_model import ServedModel, ServedModels
 from server.api.stats_history import StatsHistory
 from server.api.tracing import Tracer
 from server.batches.store import BatchStore
@@ -22,7 +22,7 @@ from server.database import Database
 from server.engine.embedding import Embeddings
 from server.engine.generation import Generation
 from server.engine.protocol import Engine
-from server.engine.wire import AnyQuestion, Reply
+from server.engine.wire import Adapter, AnyQuestion, LoadedModel, Reply
 from server.grammar.checker import GrammarChecker
 from server.http.body import BodyLimits
 from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError, model_not_found
@@ -44,6 +44,7 @@ class ServerState:
     engine: Engine
     engines: Sequence[Engine]  # the engine, or those of its group
     model: ServedModel  # the one of the start, by its first name
+    models: ServedModels  # the others
     templates: TemplateRunner
     metrics: ServerMetrics
     history: StatsHistory
@@ -58,7 +59,7 @@ class ServerState:
     keys_in_flight: Counter[int] = field(default_factory=Counter)  # by the number of the key, in this process
     peers: Peers | None = None  # None: there is one HTTP process
     prefills: RemotePrefills | None = None  # None: no other server computes prompts for this one
-    adapter_folder: AdapterFolder | None = None  # None: a request's adapter must have been loaded
+    folders: Sequence[NamedFolder] = ()  # of models and adapters that are loaded when a request names them
     # by the ids of their answers; the response keeps its generation alive
     generations: WeakValueDictionary[str, Generation | Embeddings] = field(default_factory=WeakValueDictionary)
 
@@ -107,9 +108,10 @@ class ServerState:
 
     def end_request(self, record: RequestRecord, method: str, path: str, status: int) -> None:
         """Counts the usage of a request that has ended, and logs it in the JSON log."""
-        if record.key is not None and record.work is not None and status == 200:
+        if record.work is not None and status == 200:
             usage = record.usage()
-            self.metrics.observe_usage(record.key, usage["prompt_tokens"], usage["completion_tokens"])
+            tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            self.metrics.observe_usage(record.key, record.model, *tokens)
         if self.settings.log_format == JSON:
             log_request(record, method=method, path=path, status=status)
         record.work = None  # the context of a timer may hold the record
@@ -119,18 +121,22 @@ class ServerState:
         self.database.close()
 
     async def find_model(self, name: str | None) -> ServedModel:
-        """The model that a request names; without `name`, the server's first. An adapter of `--lora-folder` is loaded
-        if necessary. Raises RequestError 404, or 400 if the adapter cannot be loaded."""
+        """The model that a request names; without `name`, the server's first. One in a folder of models or adapters is
+        loaded if necessary. Raises RequestError 404, or 400 if it cannot be loaded."""
         if not name or name == self.model.name:
             return self.model
         if name in self.settings.model_names:
             return self.model.renamed(name)
-        adapter = self.engine.adapters.get(name)
-        if adapter is None and self.adapter_folder is not None:
-            adapter = await self.adapter_folder.load(name)
-        if adapter is None:
-            raise model_not_found(name)
-        return self.model.renamed(name, adapter=adapter.identity)
+        loaded: Loaded | None = self.engine.models.get(name) or self.engine.adapters.get(name)
+        for folder in self.folders:
+            loaded = loaded or await folder.load(name)
+        match loaded:
+            case None:
+                raise model_not_found(name)
+            case LoadedModel():
+                return await self.models.find(loaded)
+            case Adapter():
+                return self.model.renamed(name, adapter=loaded.identity)
 
     async def ask(self, question: AnyQuestion) -> Reply:
         """Asks the engines, through the parent's process if there are several HTTP processes."""

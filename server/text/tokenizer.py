@@ -6,8 +6,10 @@ Special tokens are never recognised inside plain text, so users cannot type them
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +44,8 @@ class ByteLevelTokenizer:
         vocab_size: the model's. Plain text never becomes an id at or above it. A special token may have such an id; a
             request with that token is refused.
     """
+
+    digest: bytes | None = None  # of its file; None: it comes from no file, or from a GGUF file
 
     def __init__(
         self,
@@ -93,13 +97,17 @@ class ByteLevelTokenizer:
             logger.warning("prompts with %s are refused: the model knows %d ids only", shown(beyond), vocab_size)
 
     @classmethod
-    def from_folder(cls, folder: Path, *, vocab_size: int = MAX_VOCAB_SIZE) -> ByteLevelTokenizer:
+    def from_folder(
+        cls, folder: Path, *, vocab_size: int = MAX_VOCAB_SIZE, known: Iterable[ByteLevelTokenizer] = ()
+    ) -> ByteLevelTokenizer:
         """Reads `tokenizer.json` (or a tiktoken-style `tokenizer.model`), `tokenizer_config.json` and the templates.
 
-        In place of a folder there may be a GGUF file, which holds all of them.
+        In place of a folder there may be a GGUF file, which holds all of them. The vocabulary takes 100 MB, so one that
+        is equal to that of a `known` tokenizer is shared.
 
         Raises ValueError if the tokenizer is missing, is of another kind or does not fit a model of `vocab_size` ids.
         """
+        digest = None
         if is_gguf(folder):
             path, found = folder, read_gguf_tokenizer(folder)
             backend, variables, templates = found.backend, found.variables, found.chat_templates
@@ -113,11 +121,24 @@ class ByteLevelTokenizer:
             variables |= special_tokens(folder)
             templates = chat_templates(folder)
             check_size(path, MAX_TOKENIZER_BYTES)
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").digest()
+            for other in known:
+                if other.digest == digest:
+                    return other.with_files(variables, templates)
             backend = read(path)
         try:
-            return cls(backend, config=variables, chat_template=templates, vocab_size=vocab_size)
+            tokenizer = cls(backend, config=variables, chat_template=templates, vocab_size=vocab_size)
+            tokenizer.digest = digest
+            return tokenizer
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+    def with_files(self, config: Mapping[str, str], chat_templates: ChatTemplates) -> ByteLevelTokenizer:
+        """The same vocabulary, with the named tokens and the templates of other files."""
+        other = copy.copy(self)
+        other.template_variables, other.chat_templates = dict(config), chat_templates
+        return other
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
         """Each text's ids. The text of a special token is encoded as plain text. Releases the GIL."""

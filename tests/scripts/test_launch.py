@@ -369,7 +369,6 @@ def test_models_of_the_start_are_named_by_flags_by_a_file_and_by_python(tmp_path
         (["--models", "a=b", '{"a": "c"}'], "--models: two models have the name 'a'"),
         (["--models", "a="], "--models: the model 'a' has no path"),
         (["--models", '{"a": 3}'], "--models"),
-        (["--models", '["a=b"]'], "--models"),
         (["--models", "demo=b"], "--models: 'demo' is the name of the model"),
         (["--models", "a=b", "--enable-lora", "--lora-modules", "a=c"], "'a' is the name of a model (--models)"),
         (["--models-folder", "/no/such/folder"], "--models-folder /no/such/folder: there is no such"),

@@ -162,6 +162,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
                     client=current_client(),
                     group=head.id,
                     adapter=plan.model.adapter,
+                    model=plan.model.identity,
                     source=source if i == 0 else None,  # the others find what the first one has fetched
                 )
             )
@@ -191,7 +192,7 @@ async def _sources(state: ServerState, plan: GenerationPlan, packed: Sequence[by
         packed,
         times_left(state, plan.head.deadline)[0],
         salt=plan.cache_salt,
-        adapter=plan.model.adapter,
+        adapter=plan.model.weights,
         model=plan.head.model,
         priority=plan.priority,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from types import NoneType
 from typing import Annotated, ClassVar, Literal
 
@@ -15,7 +16,7 @@ from server.api.peers import AbortRequests, SetLogLevel
 from server.api.request.schemas import ITEMS
 from server.api.route import Access
 from server.api.routes.endpoints import Routes, route
-from server.engine.wire import IfLoaded, LoadAdapter, UnloadAdapter
+from server.engine.wire import IfLoaded, LoadAdapter, LoadModel, UnloadAdapter, UnloadModel
 from server.http.body import read_query
 from server.http.request_error import NOT_FOUND, RequestError, invalid, unavailable
 
@@ -51,6 +52,20 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     lora_int_id: int | None = None  # vLLM's; names are enough here
 
 
+class LoadModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request to load a model."""
+
+    model: str
+    path: str | None = None  # as of --models; None: in --models-folder
+    load_inplace: bool | None = False  # also if the name is loaded already
+
+
+class UnloadModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request to unload a model."""
+
+    model: str
+
+
 class _ResetQuery(msgspec.Struct):
     reset_running_requests: bool = False
     reset_external: bool = False
@@ -72,8 +87,7 @@ class Admin(Routes):
 
         With `load_inplace`, requests that name it have its new weights.
         """
-        if body.lora_name in self._state.settings.model_names:
-            raise invalid("lora_name", f"{body.lora_name!r} is the name of the model")
+        self._check_new("lora_name", body.lora_name, self._state.engine.models)
         if_loaded = IfLoaded.REPLACE if body.load_inplace else IfLoaded.REFUSE
         await self._change_adapters(LoadAdapter(body.lora_name, body.lora_path, if_loaded=if_loaded))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -90,6 +104,54 @@ class Admin(Routes):
             raise RequestError(404, message, type=NOT_FOUND)
         await self._state.change(change)
         logger.info("LoRA adapter %r: %s", change.name, "unloaded" if isinstance(change, UnloadAdapter) else "loaded")
+
+    def _check_new(self, param: str, name: str, others: Container[str]) -> None:
+        """Raises RequestError 400 for a name that is the first model's, or one of `others`."""
+        if name in self._state.settings.model_names:
+            raise invalid(param, f"{name!r} is the name of the model")
+        if name in others:
+            raise invalid(param, f"{name!r} is the name of {'a model' if param == 'lora_name' else 'an adapter'}")
+
+    @route("POST /v1/models/load", LoadModelRequest)
+    @route("POST /models/load", LoadModelRequest)
+    async def load_model(self, request: Request, body: LoadModelRequest) -> Response:
+        """Loads a model of the shape and form of --model (--models, --models-folder).
+
+        With `load_inplace`, requests that name it have its new weights.
+        """
+        state = self._state
+        self._check_models()
+        self._check_new("model", body.model, state.engine.adapters)
+        path, before = body.path, state.engine.models.get(body.model)
+        if path is None and before is not None and body.load_inplace:
+            path = before.path
+        if path is not None:
+            if_loaded = IfLoaded.REPLACE if body.load_inplace else IfLoaded.REFUSE
+            await state.change(LoadModel(body.model, path, if_loaded=if_loaded))
+        try:
+            await state.find_model(body.model)
+        except RequestError:
+            if path is not None:  # its tokenizer or template cannot be used
+                await state.change(UnloadModel(body.model))
+            raise
+        logger.info("model %r: loaded", body.model)
+        return JsonAnswer({"success": True})
+
+    @route("POST /v1/models/unload", UnloadModelRequest)
+    @route("POST /models/unload", UnloadModelRequest)
+    async def unload_model(self, request: Request, body: UnloadModelRequest) -> Response:
+        """Unloads a model. Its requests go on."""
+        self._check_models()
+        if body.model in self._state.settings.model_names:
+            raise invalid("model", f"{body.model!r} is the model of the start, which stays")
+        await self._state.change(UnloadModel(body.model))
+        logger.info("model %r: unloaded", body.model)
+        return JsonAnswer({"success": True})
+
+    def _check_models(self) -> None:
+        if not self._state.engine.info.max_models:
+            message = "This server has one model: start it with --models or --models-folder."
+            raise RequestError(404, message, type=NOT_FOUND)
 
     @route("POST /reset_prefix_cache")
     async def reset_prefix_cache(self, request: Request) -> Response:

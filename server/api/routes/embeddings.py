@@ -175,6 +175,7 @@ class EmbeddingRoutes(Routes):
                 client=current_client(),
                 group=id,
                 adapter=model.adapter,
+                model=model.identity,
             )
             for number, prompt in enumerate(packed)
         ]

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from server.api.answers.answer import JsonAnswer
 from server.api.http_counts import HttpCounts
 from server.api.metrics import CONTENT_TYPE
+from server.api.named_folder import Loaded
 from server.api.peers import Counted
 from server.api.request.conversation import encode_conversation
 from server.api.request.limits import check_text_length
@@ -26,7 +27,7 @@ from server.api.routes.endpoints import route, routes_of
 from server.api.state import ServerState
 from server.engine.embedding import fault_of_steps
 from server.engine.protocol import fault_of
-from server.engine.wire import Adapter
+from server.engine.wire import Adapter, LoadedModel
 from server.http.auth import KeyRing
 from server.http.body import read_query
 from server.http.encoding import list_of
@@ -46,6 +47,10 @@ class _HealthQuery(msgspec.Struct):
     generate: bool = False
 
 
+class _TokenizerQuery(msgspec.Struct):
+    model: str | None = None
+
+
 class Info:
     """Answers the routes of `info_routes`."""
 
@@ -59,7 +64,7 @@ class Info:
         """The models that are served."""
         served = self._served()
         if ANTHROPIC_VERSION not in request.headers:
-            models = [self._model(request, name, adapter) for name, adapter in served.items()]
+            models = [self._model(request, name, loaded) for name, loaded in served.items()]
             return JsonAnswer({"object": "list", "data": models})
         names = list(served)
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -136,10 +141,12 @@ class Info:
         others = None if peers is None else await peers.ask(Counted(metrics.counts(), asks=True), HttpCounts)
         return Response(metrics.render(others), headers={"content-type": CONTENT_TYPE})
 
-    def _served(self) -> dict[str, Adapter | None]:
-        """The names of the model and of its adapters, each with its adapter; None: it is the model."""
-        names: dict[str, Adapter | None] = dict.fromkeys(self._state.settings.model_names)
-        return names | {name: own for name, own in self._state.engine.adapters.items() if name not in names}
+    def _served(self) -> dict[str, Loaded | None]:
+        """The names of all models and adapters, each with what is loaded; None: it is the model of the start."""
+        engine = self._state.engine
+        names: dict[str, Loaded | None] = dict.fromkeys(self._state.settings.model_names)
+        loaded: dict[str, Loaded | None] = {**engine.models, **engine.adapters}
+        return names | {name: own for name, own in loaded.items() if name not in names}
 
     @route("POST /tokenize", TokenizeRequest)
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
@@ -167,8 +174,8 @@ class Info:
 
     @route(f"GET {TOKENIZER_INFO}")
     async def tokenizer_info(self, request: Request) -> Response:
-        """The tokenizer's special tokens and chat template."""
-        model, settings = self._state.model, self._state.settings
+        """The tokenizer's special tokens and chat template, of `?model=NAME`."""
+        model = await self._state.find_model(read_query(request.query_params, _TokenizerQuery).model)
         tokenizer = model.tokenizer
         answer = {
             **tokenizer.template_variables,
@@ -176,7 +183,7 @@ class Info:
             "model_max_length": model.max_model_len,
             "vocab_size": len(tokenizer.token_bytes),
             "special_tokens": tokenizer.special_tokens,
-            "chat_template": settings.chat_template or tokenizer.chat_templates.default,
+            "chat_template": self._state.settings.chat_template or tokenizer.chat_templates.default,
         }
         return JsonAnswer(answer)
 
@@ -192,22 +199,24 @@ class Info:
         created = datetime.fromtimestamp(self._state.model.created, UTC).isoformat().replace("+00:00", "Z")
         return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
-    def _model(self, request: Request, name: str, adapter: Adapter | None) -> dict[str, Any]:
+    def _model(self, request: Request, name: str, loaded: Loaded | None) -> dict[str, Any]:
         """The object of a model. Only administrators see an absolute path in `root`."""
-        state = self._state
-        root = (state.model.root or name) if adapter is None else adapter.path
+        state, info = self._state, self._state.engine.info
+        root = (state.model.root or name) if loaded is None else loaded.path
         if Path(root).is_absolute() and self._administrators.number(request.scope["headers"]) is None:
             root = name
+        identity = loaded.identity if isinstance(loaded, LoadedModel) else 0
+        place = state.engine.stats.models.get(identity)  # None: there is one model only
         return {
             "id": name,
             "object": "model",
             "created": state.model.created,
             "owned_by": "pallas-serve",
             "root": root,
-            "parent": None if adapter is None else adapter.base_model or state.model.name,
-            "max_model_len": state.engine.info.max_model_len,
+            "parent": loaded.base_model or state.model.name if isinstance(loaded, Adapter) else None,
+            "max_model_len": loaded.max_model_len if isinstance(loaded, LoadedModel) else info.max_model_len,
             "permission": [_permission(name, state.model.created)],
-        }
+        } | ({} if place is None else {"state": place})
 
 
 _ALLOWED = dict.fromkeys("sampling logprobs view".split(), True)

@@ -45,8 +45,8 @@ class PrefillRoute(Routes):
             raise invalid("tokens", f"must be 32-bit numbers, at least one, not {len(asked.tokens)} bytes")
         ids = array("i", asked.tokens)
         check_ids("tokens", ids, info.vocab_size)
-        if (await state.find_model(asked.model)).adapter != asked.adapter:
-            raise RequestError(409, f"The LoRA adapter {asked.model!r} has other weights here.")
+        if (model := await state.find_model(asked.model)).weights != asked.adapter:
+            raise RequestError(409, f"The model or LoRA adapter {asked.model!r} has other weights here.")
         token = secrets.token_bytes(TOKEN_BYTES)
         prompt = wire.WireRequest(
             f"prefill-{token.hex()}",
@@ -56,7 +56,8 @@ class PrefillRoute(Routes):
             asked.cache_salt,
             state.settings.queue_timeout_s,
             client=current_client(),
-            adapter=asked.adapter,
+            adapter=model.adapter,
+            model=model.identity,
             keep_as=token,
         )
         prefill = ComputedPrompt(state.engine)

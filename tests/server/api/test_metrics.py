@@ -157,8 +157,8 @@ def test_the_usage_of_few_keys_has_their_names():
     names = [f"key-{number}" for number in range(101)]
     metrics = metrics_of(EngineStats(), prefix="", key_names=names)
     for name in names:
-        metrics.observe_usage(name, 2, 3)
-    metrics.observe_usage("key-100", 2, 3)
+        metrics.observe_usage(name, "m", 2, 3)
+    metrics.observe_usage("key-100", "m", 2, 3)
     found = {dict(labels)["key"]: count for labels, count in samples(metrics)["key_prompt_tokens_total"].items()}
     assert (len(found), found["key-99"], found["others"]) == (101, 2, 4)
 
