@@ -4,7 +4,7 @@ outputs."""
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from batcher.scheduling.request_state import State
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.speculation import Drafts
 from batcher.scheduling.step_plan import StepPlan
-from batcher.stats import EngineStats
-from batcher.step import PagesRead, Runner, StepHandle, StepOutput
+from batcher.stats import EngineStats, ModelState
+from batcher.step import PagesRead, Runner, StepHandle, StepOutput, WeightsKind
 from batcher.step_log import StepLog
 from batcher.step_watch import StepWatch
 from batcher.steps.pack import Packer
@@ -150,6 +150,12 @@ class EngineCore:
         counts.num_adapters_staged = scheduler.adapters.num_staged
         counts.num_adapter_loads = scheduler.adapters.num_writes
         counts.running_of_adapters = scheduler.adapters.num_rows()
+        if scheduler.models is not None:
+            counts.running_of_models = Counter(seq.request.model for seq in scheduler.running.copy())
+            here = dict.fromkeys(scheduler.models.on_device(), ModelState.RESIDENT)
+            running = dict.fromkeys(counts.running_of_models.keys() & here.keys(), ModelState.RUNNING)
+            counts.models = {**here, **running}
+            counts.num_models_brought = scheduler.models.num_brought
         if scheduler.offloaded is not None:
             counts.offloading = scheduler.offloaded.held()
         if scheduler.page_events is not None:
@@ -177,14 +183,17 @@ class EngineCore:
             self._counts.integrity_failures += 1
             _log.error("the idle engine is inconsistent: %s", error)
 
-    # --- adapters ---
+    # --- adapters and models ---
 
-    def next_to_stage(self, *, may_stage: bool) -> list[int]:
-        """The LoRA adapters to stage now. Unstages those that no request waits for any more."""
-        unwanted, wanted = self.scheduler.adapters.staging(may_stage=may_stage)
-        for adapter in unwanted:
-            self._runner.unstage_adapter(adapter)
-        return wanted
+    def next_to_stage(self, *, may_stage: bool) -> list[tuple[WeightsKind, int]]:
+        """The LoRA adapters and models to bring to the device now. Drops those that leave it."""
+        asked: list[tuple[WeightsKind, int]] = []
+        for kind, weights in self.scheduler.staged.items():
+            unwanted, wanted = weights.staging(may_stage=may_stage)
+            for identity in unwanted:
+                self._runner.drop(kind, identity)
+            asked += [(kind, identity) for identity in wanted]
+        return asked
 
     # --- pages that leave the device and come back ---
 
@@ -227,9 +236,12 @@ class EngineCore:
             self.scheduler.end_load(load)
 
     def next_give_ups(self) -> tuple[float | None, ...]:
-        """The times, by the clock, at which `give_up` has something to do. None: never."""
-        offloaded = self.scheduler.offloaded
-        return () if offloaded is None else (offloaded.next_deadline(), offloaded.kept.next_deadline())
+        """The times, by the clock, at which `give_up` has something to do, or a model may leave. None: never."""
+        offloaded, models = self.scheduler.offloaded, self.scheduler.models
+        departure = () if models is None else (models.next_departure(),)
+        return (
+            departure if offloaded is None else (*departure, offloaded.next_deadline(), offloaded.kept.next_deadline())
+        )
 
     def give_up(self) -> None:
         """Ends the loads that have taken too long: their rows go on without the missing pages. Drops the kept pages

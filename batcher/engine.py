@@ -10,7 +10,7 @@
     engine.change(Change(...))               # thread-safe; other weights, between two steps
     engine.pause(mode, clear_cache, on_done) # thread-safe; no request runs until `resume`
     engine.resume(on_done)                   # thread-safe; requests run again
-    engine.adapters_in_use()                 # thread-safe; the LoRA adapters of all requests
+    engine.in_use(WeightsKind.ADAPTER)           # thread-safe; the LoRA adapters, or the models, of all requests
     engine.stats()                           # EngineStats: totals since start, gauges of now
     engine.shutdown(drain_s=10)              # waits 10 s for requests to finish, then aborts the rest
 
@@ -42,7 +42,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from queue import SimpleQueue
 from random import Random
@@ -56,7 +56,7 @@ from batcher.deferred_programs import DeferredPrograms, compile_while_serving
 from batcher.delivery import Delivery, Tokens
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, StepTimeoutError
 from batcher.grammar import Grammars
-from batcher.inbox import Abort, Inbox, InboxItem, PagesTaken, Result
+from batcher.inbox import Abort, Inbox, InboxItem, ModelUnloaded, PagesTaken, Result
 from batcher.page_events import PageEventSink
 from batcher.page_store import KeptPage, NoPage
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
@@ -68,7 +68,7 @@ from batcher.requests.worker import Worker
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.request_state import OnOutput, RequestState
 from batcher.stats import EngineStats
-from batcher.step import Bucket, Runner
+from batcher.step import Bucket, Runner, WeightsKind
 
 _log = logging.getLogger(__name__)
 
@@ -105,12 +105,14 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._on_death = on_death
-        self._grammars = grammars
+        # Model -> its end-of-sequence ids, and its grammars.
+        self._models: dict[int, tuple[tuple[int, ...], Grammars | None]] = {0: (config.eos_token_ids, grammars)}
         self._page_events = page_events
         self.core = EngineCore(runner, config, ladder, clock, page_events)
         self._inbox = Inbox(limits.max_num_seqs + config.max_waiting, config.max_waiting)
         self._mask_threads = MaskThreads(self._inbox.computed)
-        self._staging = Worker("engine-adapters", self._inbox.put)
+        # Models take longer to bring than adapters, which do not wait for them.
+        self._staging = {kind: Worker(f"engine-{kind.name.lower()}s", self._inbox.put) for kind in WeightsKind}
         self._page_mover = self._make_page_mover()
         self._remote = None if config.offloading is None else config.offloading.remote
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
@@ -155,16 +157,19 @@ class Engine:
         with self._seeds_lock:
             seed = self._seeds.getrandbits(63)
         grammar = request.sampling.grammar
-        if grammar is not None and self._grammars is None:
+        if request.model not in self._models and self._capacity.max_models:
+            raise InvalidRequestError("model", "the model that it names is not loaded")
+        eos_token_ids, grammars = self._models.get(request.model, self._models[0])
+        if grammar is not None and grammars is None:
             raise InvalidRequestError("grammar", "this engine serves no grammars")
         sequence = make_request_state(
             request,
             on_output,
             capacity=self._capacity,
-            eos_token_ids=self.config.eos_token_ids,
+            eos_token_ids=eos_token_ids,
             seed=seed,
             arrived_s=self._clock(),
-            matcher=None if grammar is None or self._grammars is None else self._grammars.matcher(grammar),
+            matcher=None if grammar is None or grammars is None else grammars.matcher(grammar),
         )
         if self.config.prefix_caching:
             # The caller's thread sleeps between parts. Without the sleeps it would hold the interpreter for
@@ -210,9 +215,18 @@ class Engine:
         EngineClosedError or EngineDeadError."""
         self._inbox.ask(Resume(on_done=on_done))
 
-    def adapters_in_use(self) -> set[int]:
-        """The LoRA adapters of the requests that have not had their last output."""
-        return set(self._inbox.num_live_of_adapters())
+    def add_model(self, model: int, eos_token_ids: tuple[int, ...], grammars: Grammars | None) -> None:
+        """Lets requests name the model, with its end-of-sequence ids. Without `grammars`, its requests have none."""
+        self._models[model] = eos_token_ids, grammars
+
+    def remove_model(self, model: int) -> None:
+        """Lets a model leave the device soon. No request has it."""
+        del self._models[model]
+        self._inbox.put(ModelUnloaded(model))
+
+    def in_use(self, kind: WeightsKind) -> set[int]:
+        """The LoRA adapters, or the models, of the requests that have not had their last output."""
+        return set(self._inbox.num_live_of(kind))
 
     def kept_page(self, token: bytes, index: int) -> KeptPage | NoPage:
         """The page `index` of the prompt that a request with `keep_as` left, or why there is none. The page's bytes may
@@ -237,10 +251,15 @@ class Engine:
         if self._page_mover is not None:
             self._page_mover.count(stats.offloading)
         if self._capacity.max_loras:
-            waiting = self._inbox.num_live_of_adapters()
-            waiting.subtract(stats.running_of_adapters)
-            stats.waiting_of_adapters = dict(+waiting)
+            stats.waiting_of_adapters = self._num_waiting(WeightsKind.ADAPTER, stats.running_of_adapters)
+        if self._capacity.max_models:
+            stats.waiting_of_models = self._num_waiting(WeightsKind.MODEL, stats.running_of_models)
         return stats
+
+    def _num_waiting(self, kind: WeightsKind, running: Mapping[int, int]) -> dict[int, int]:
+        live = self._inbox.num_live_of(kind)
+        live.subtract(running)
+        return dict(+live)
 
     @property
     def num_live(self) -> int:
@@ -263,8 +282,8 @@ class Engine:
         )
         for thread in self._threads:
             thread.start()
-        if self._capacity.max_loras:
-            self._staging.start()
+        for kind in self._kinds_staged:
+            self._staging[kind].start()
         if self._page_mover is not None:
             self._page_mover.start()
         if self._deferred_programs:
@@ -292,7 +311,8 @@ class Engine:
         waits for the steps in flight and ends the threads. It may be called several times, and on a dead engine."""
         if self.death is None:
             self.drain(drain_s)
-        self._staging.close()
+        for worker in self._staging.values():
+            worker.close()
         if self._page_mover is not None:
             self._page_mover.close()
         self._inbox.stop()
@@ -308,7 +328,8 @@ class Engine:
                 self._take([_result(self.core.in_flight[0])])
         self._mask_threads.close()
         if not is_stuck:
-            self._staging.join()
+            for worker in self._staging.values():
+                worker.join()
             if self._page_mover is not None:
                 self._page_mover.join()
         if self._page_events is not None:
@@ -334,7 +355,7 @@ class Engine:
             has_moved = self._page_mover is not None and self._page_mover.work_here()
             if self.core.in_flight and not (dispatched and self._can_dispatch()):
                 self._take([_result(self.core.in_flight[0])])
-            elif not dispatched and not has_moved:
+            elif not dispatched and not has_moved and not self._stage_here():
                 self._check_not_stuck()
             self.core.tell_of_pages()
         except Exception as error:
@@ -355,11 +376,12 @@ class Engine:
                     break
                 self._changes.make()
                 self._ask_for_masks(self._mask_threads.ask)
-                for adapter in self._next_to_stage():
-                    self._staging.do(partial(self._stage, adapter, self._inbox.put))
+                self._ask_to_stage()
                 while (step := self._dispatch()) is not None:
                     self._to_read.put(step)
                     self._is_unchecked = True
+                if not self.core.in_flight:
+                    self._ask_to_stage()  # a model for which others leave, because none of them can run
                 self._check_not_stuck()
             self._stop()
             while self.core.in_flight:
@@ -419,6 +441,8 @@ class Engine:
                     self._deliver(core.requests.take_staged(news))
                 case Saved() | Loaded():
                     self._take_moved(news)
+                case ModelUnloaded(model) if core.scheduler.models is not None:
+                    core.scheduler.models.unload(model)
                 case PagesTaken(token) if core.scheduler.offloaded is not None:
                     core.scheduler.offloaded.kept.drop(token)
                 case Change() | Pause() | Resume():
@@ -473,26 +497,38 @@ class Engine:
         for ask in asks:
             self._deliver(self.core.requests.take_mask(answer(ask)))
 
-    # --- adapters ---
+    # --- adapters and models ---
 
-    def _next_to_stage(self) -> list[int]:
-        return self.core.next_to_stage(may_stage=self._changes.allow_steps) if self._capacity.max_loras else []
+    @property
+    def _kinds_staged(self) -> list[WeightsKind]:
+        numbers = {WeightsKind.ADAPTER: self._capacity.max_loras, WeightsKind.MODEL: self._capacity.max_models}
+        return [kind for kind, number in numbers.items() if number]
 
-    def _stage(self, adapter: int, tell: Callable[[Staged], object]) -> None:
-        """Stages the adapter on this thread, and tells the result. ValueError and OSError are faults of the adapter's
+    def _next_to_stage(self) -> list[tuple[WeightsKind, int]]:
+        return self.core.next_to_stage(may_stage=self._changes.allow_steps) if self._kinds_staged else []
+
+    def _ask_to_stage(self) -> None:
+        for kind, identity in self._next_to_stage():
+            self._staging[kind].do(partial(self._stage, kind, identity, self._inbox.put))
+
+    def _stage(self, kind: WeightsKind, identity: int, tell: Callable[[Staged], object]) -> None:
+        """Brings weights to the device on this thread, and tells the result. ValueError and OSError are faults of their
         files and part of the result; other errors are raised."""
+        began, fault = self._clock(), None
         try:
-            self._runner.stage_adapter(adapter)
+            self._runner.stage(kind, identity)
         except (ValueError, OSError) as error:
-            tell(Staged(adapter, error))
-        else:
-            tell(Staged(adapter, None))
+            fault = error
+        tell(Staged(kind, identity, fault, self._clock() - began))
 
-    def _stage_here(self) -> None:
-        """Stages adapters on the caller's thread, in an engine without threads."""
-        while adapters := self._next_to_stage():
-            for adapter in adapters:
-                self._stage(adapter, lambda staged: self._deliver(self.core.requests.take_staged(staged)))
+    def _stage_here(self) -> bool:
+        """Brings weights on the caller's thread, in an engine without threads. Returns whether there were any."""
+        has_staged = False
+        while asked := self._next_to_stage():
+            has_staged = True
+            for kind, identity in asked:
+                self._stage(kind, identity, lambda staged: self._deliver(self.core.requests.take_staged(staged)))
+        return has_staged
 
     # --- pages that leave the device and come back ---
 
@@ -535,7 +571,8 @@ class Engine:
     def _check_not_stuck(self) -> None:
         core, offloaded = self.core, self.core.scheduler.offloaded
         is_loading = offloaded is not None and offloaded.is_loading_any
-        is_asking = core.requests.num_masks_wanted or core.scheduler.adapters.is_staging or is_loading
+        is_staging = any(weights.is_staging for weights in core.scheduler.staged.values())
+        is_asking = core.requests.num_masks_wanted or is_staging or is_loading
         is_waiting = core.in_flight or is_asking or not self._changes.allow_steps
         assert is_waiting or not core.requests.sequences, "requests are there, nothing is in flight and nothing can run"
 

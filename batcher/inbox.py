@@ -19,7 +19,7 @@ from batcher.requests.live_requests import Staged
 from batcher.requests.masks import MaskResult
 from batcher.requests.page_mover import Moved
 from batcher.scheduling.request_state import RequestState
-from batcher.step import StepOutput
+from batcher.step import StepOutput, WeightsKind
 
 Result = StepOutput | BaseException  # the output of a step, or the exception with which it failed
 
@@ -37,6 +37,12 @@ class PagesTaken(NamedTuple):
     token: bytes
 
 
+class ModelUnloaded(NamedTuple):
+    """No name and no request has a model any more."""
+
+    model: int
+
+
 # A request has arrived, or ... An exception is the failure of another thread of the engine, which cannot go on.
 InboxItem = (
     RequestState
@@ -45,6 +51,7 @@ InboxItem = (
     | Staged
     | Moved
     | PagesTaken
+    | ModelUnloaded
     | Change
     | Pause
     | Resume
@@ -124,10 +131,13 @@ class Inbox:
         with self._lock:
             return sum(isinstance(news, RequestState) for news in self._news)
 
-    def num_live_of_adapters(self) -> Counter[int]:
-        """Identity of a LoRA adapter -> the number of its accepted requests that have not had their last output."""
+    def num_live_of(self, kind: WeightsKind) -> Counter[int]:
+        """Identity of a LoRA adapter or a model -> the number of its accepted requests that have not had their last
+        output."""
         with self._lock:
-            return Counter(seq.request.adapter for seq in self._live.values() if seq.request.adapter)
+            requests = [seq.request for seq in self._live.values()]
+        identities = (each.adapter if kind is WeightsKind.ADAPTER else each.model for each in requests)
+        return Counter(identity for identity in identities if identity or kind is WeightsKind.MODEL)
 
     # --- other news ---
 

@@ -150,6 +150,13 @@ class PenaltyReset:
     output: np.ndarray  # i32[m]; not empty after a preemption
 
 
+class WeightsKind(StrEnum):
+    """The kinds of weights that come to the device while steps run."""
+
+    ADAPTER = "LoRA adapter"
+    MODEL = "model"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterWrite:
     """The weights of a staged LoRA adapter replace those in an adapter slot."""
@@ -240,15 +247,17 @@ class Runner(Protocol):
     def execute(self, step: StepInput) -> StepHandle:
         """Dispatches one step and returns at once. Raises KeyError if its bucket was not warmed up."""
 
-    def stage_adapter(self, adapter: int) -> None:
-        """Copies the weights of a LoRA adapter to the device. A later `AdapterWrite` copies them into a slot. It
-        blocks, so a separate thread calls it while steps run. At most `MAX_STAGED_ADAPTERS` are staged at a time.
+    def stage(self, kind: WeightsKind, identity: int) -> None:
+        """Copies the weights of a LoRA adapter or a model to the device. A later `AdapterWrite` copies an adapter into
+        a slot. Later steps may be of the model. It blocks, so a separate thread for each kind calls it while steps run.
+        At most `MAX_STAGED_ADAPTERS` adapters are staged at a time, and `max_models - 1` models besides model 0.
 
         Raises ValueError or OSError if the weights can no longer be read.
         """
 
-    def unstage_adapter(self, adapter: int) -> None:
-        """Frees the weights of a staged adapter that no step will write. An adapter that is not staged is ignored."""
+    def drop(self, kind: WeightsKind, identity: int) -> None:
+        """Frees the weights of a staged adapter that no step will write, or of a model that has no step in flight.
+        Weights that are not there are ignored."""
 
     def read_pages(self, pages: Sequence[int]) -> PagesRead:
         """Dispatches a copy of these pages, at most `pages_of_copy`, to the host, and returns at once. Later steps may
@@ -266,7 +275,7 @@ class Runner(Protocol):
 
     def recover(self) -> None:
         """Prepares the device for further steps after a failed one. No step may be in flight. Slot state, pages and
-        adapter slots may be lost. Staged adapters are lost.
+        adapter slots may be lost. Staged adapters and all models but model 0 may be lost; they are dropped later.
 
         Raises the device's error if the device cannot be used any more; the engine then dies.
         """

@@ -15,15 +15,18 @@ from batcher.requests.masks import Ask, MaskResult
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import Scheduler
 from batcher.stats import EngineStats
+from batcher.step import WeightsKind
 
 _log = logging.getLogger(__name__)
 
 
 class Staged(NamedTuple):
-    """An adapter is on the device, or its weights cannot be read."""
+    """An adapter or a model is on the device, or its weights cannot be read."""
 
-    adapter: int
+    kind: WeightsKind
+    identity: int
     error: Exception | None
+    seconds: float  # that it took
 
 
 class LiveRequests:
@@ -111,14 +114,17 @@ class LiveRequests:
         return []
 
     def take_staged(self, staged: Staged) -> list[Delivery]:
-        """An adapter has been staged. If its weights cannot be read, the requests that wait for it end."""
-        adapters, error = self._scheduler.adapters, staged.error
-        adapters.staged(staged.adapter, is_there=error is None)
+        """An adapter or a model has been staged. If its weights cannot be read, the requests that wait for it end."""
+        kind, identity, error = staged.kind, staged.identity, staged.error
+        self._scheduler.staged[kind].staged(identity, is_there=error is None, seconds=staged.seconds)
         if error is None:
             return []
-        message = f"the weights of this request's LoRA adapter cannot be read: {error}"
-        waiting = adapters.waiting_for(staged.adapter)
-        return [self.end(seq, FinishReason.ERROR, message, ErrorCode.ADAPTER) for seq in waiting]
+        message = f"the weights of this request's {kind} cannot be read: {error}"
+        if kind is WeightsKind.ADAPTER:
+            waiting, code = self._scheduler.adapters.waiting_for(identity), ErrorCode.ADAPTER
+        else:
+            waiting, code = [seq for seq in self.sequences.values() if seq.request.model == identity], ErrorCode.MODEL
+        return [self.end(seq, FinishReason.ERROR, message, code) for seq in waiting]
 
     def end_all(self, reason: FinishReason, *, by_pause: bool = False) -> list[Delivery]:
         """Ends all requests."""

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 
 from batcher.scheduling.request_state import RequestState
+from batcher.scheduling.staging import Staging
 from batcher.step import MAX_STAGED_ADAPTERS, AdapterWrite
 
 MAX_PASSES = 16  # with more, requests would wait longer; with fewer, adapters would be exchanged more often
@@ -54,9 +55,7 @@ class AdapterSlots:
         self._rows: dict[int, int] = {}  # adapter -> number of its rows, also in flight; has no zeros
         self._adapter_of_row: dict[int, int] = {}  # request slot -> adapter
         self._waiting: dict[int, _Waiting] = {}  # adapter -> its waiting requests, at least one
-        self._staged: set[int] = set()
-        self._staging: dict[int, bool] = {}  # adapter that is being staged -> False if the device has lost it since
-        self._to_unstage: set[int] = set()
+        self._staging = Staging()
         self._writes: list[AdapterWrite] = []  # writes of the next step; these adapters stay staged until then
         self.num_writes = 0
         # These follow from the above; `_refresh` computes them.
@@ -74,7 +73,7 @@ class AdapterSlots:
     @property
     def num_staged(self) -> int:
         """The number of adapters that are on the device, but in no slot yet."""
-        return len(self._staged)
+        return len(self._staging.there)
 
     def num_rows(self) -> dict[int, int]:
         """Adapter -> the number of its rows, including those in flight."""
@@ -177,25 +176,22 @@ class AdapterSlots:
     def staging(self, *, may_stage: bool) -> tuple[list[int], list[int]]:
         """The adapters to unstage now, and the adapters to stage after that. Call `staged` with the result of each."""
         self._refresh()
-        unwanted = self._staged.difference(self._first_cold)
-        self._staged -= unwanted
-        unstaged, self._to_unstage = sorted(self._to_unstage | unwanted), set()
-        room = MAX_STAGED_ADAPTERS - len(self._staged) - len(self._staging) - len(self._writes)
-        missing = [a for a in self._first_cold if a not in self._staged and a not in self._staging]
+        staging = self._staging
+        staging.drop(staging.there.difference(self._first_cold))
+        room = MAX_STAGED_ADAPTERS - len(staging.there) - len(staging.coming) - len(self._writes)
+        missing = [a for a in self._first_cold if a not in staging.there and a not in staging.coming]
         asked = missing[: room if may_stage else 0]
-        self._staging.update(dict.fromkeys(asked, True))
-        return unstaged, asked
+        staging.ask(asked)
+        return staging.take_drops(), asked
 
-    def staged(self, adapter: int, *, is_there: bool) -> None:
+    def staged(self, adapter: int, *, is_there: bool, seconds: float = 0.0) -> None:
         """Records the result of a staging. `is_there`: the adapter's weights are on the device."""
-        is_kept = self._staging.pop(adapter)
-        if is_there:
-            (self._staged if is_kept else self._to_unstage).add(adapter)
+        self._staging.came(adapter, is_there=is_there)
 
     @property
     def is_staging(self) -> bool:
         """Whether the result of a staging is pending."""
-        return bool(self._staging)
+        return bool(self._staging.coming)
 
     def forget(self) -> None:
         """Empties all slots, because the device has lost them. Staged adapters are to be unstaged. No request may have
@@ -205,9 +201,7 @@ class AdapterSlots:
             self._take_back(write)
         self._slots.clear()
         self._adapters = dict.fromkeys(self._adapters, 0)
-        self._to_unstage |= self._staged
-        self._staged.clear()
-        self._staging = dict.fromkeys(self._staging, False)
+        self._staging.forget()
         self._is_stale = True
 
     # --- slots ---
@@ -240,7 +234,7 @@ class AdapterSlots:
             self._kept[min(slots, key=num_before)] = cold
 
     def _can_be_written(self, cold: int) -> bool:
-        return cold in self._staged and self._slot_for(cold) is not None
+        return cold in self._staging.there and self._slot_for(cold) is not None
 
     def _slot_for(self, cold: int) -> int | None:
         """The slot that a cold adapter can take now; None: there is none."""
@@ -253,13 +247,13 @@ class AdapterSlots:
 
     def _write(self, cold: int) -> int:
         slot = self._slot_for(cold)
-        assert slot is not None and cold in self._staged, "the request may not enter"
+        assert slot is not None and cold in self._staging.there, "the request may not enter"
         self._slots.pop(self._adapters[slot], None)
         for write in self._writes.copy():
             if write.slot == slot:
                 self._take_back(write)
         self._adapters[slot], self._slots[cold] = cold, slot
-        self._staged.remove(cold)
+        self._staging.there.remove(cold)
         self._writes.append(AdapterWrite(slot=slot, adapter=cold))
         self.num_writes += 1
         if cold in self._waiting:
@@ -270,7 +264,7 @@ class AdapterSlots:
     def _take_back(self, write: AdapterWrite) -> None:
         """Cancels a write: its request waited for pages, and has left before any step."""
         self._writes.remove(write)
-        self._staged.add(write.adapter)
+        self._staging.there.add(write.adapter)
         self.num_writes -= 1
 
     def _use(self, slot: int) -> None:
@@ -286,6 +280,7 @@ class AdapterSlots:
         for seq in running:
             assert self._adapter_of_row.get(seq.slot, 0) == seq.request.adapter
             assert self._slots.get(seq.request.adapter, 0) == seq.adapter_slot
-        assert not self._staged & self._slots.keys() and not self._staged & self._staging.keys()
-        assert len(self._staged) + len(self._staging) + len(self._writes) <= MAX_STAGED_ADAPTERS
+        staged, coming = self._staging.there, self._staging.coming.keys()
+        assert not staged & self._slots.keys() and not staged & coming
+        assert len(staged) + len(coming) + len(self._writes) <= MAX_STAGED_ADAPTERS
         assert all(waiting.requests for waiting in self._waiting.values())

@@ -7,6 +7,7 @@ pages when the last step in flight with a row of it returns: until then the devi
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
@@ -21,11 +22,12 @@ from batcher.scheduling.columns import NEVER, SlotColumns
 from batcher.scheduling.digests import next_digest
 from batcher.scheduling.fair_queue import FairQueue
 from batcher.scheduling.forecast import Forecast, Outlook, OutputForecast
+from batcher.scheduling.model_turns import ModelTurns
 from batcher.scheduling.offloading import OffloadedPages
 from batcher.scheduling.page_moves import PageLoad
 from batcher.scheduling.pages import PagePool
 from batcher.scheduling.request_state import RequestState, State
-from batcher.step import Capacity
+from batcher.step import Capacity, WeightsKind
 
 _key: Callable[[RequestState], tuple[int, int, int]] = attrgetter("key")
 
@@ -38,7 +40,9 @@ class RequestQueues:
         prefix_caching: full pages are kept for later requests with the same prefix.
     """
 
-    def __init__(self, capacity: Capacity, num_slots: int, *, prefix_caching: bool) -> None:
+    def __init__(
+        self, capacity: Capacity, num_slots: int, clock: Callable[[], float] = time.monotonic, *, prefix_caching: bool
+    ) -> None:
         if capacity.num_pages < capacity.pages_per_seq:
             raise ValueError(
                 "the page pool must hold at least one request of full length: "
@@ -52,6 +56,10 @@ class RequestQueues:
         self.running: list[RequestState] = []  # sorted by key
         self.waiting = FairQueue(num_slots)
         self.adapters = AdapterSlots(capacity.max_loras)
+        self.models = None if not capacity.max_models else ModelTurns(capacity.max_models, clock)
+        self.staged: dict[WeightsKind, AdapterSlots | ModelTurns] = {WeightsKind.ADAPTER: self.adapters}
+        if self.models is not None:
+            self.staged[WeightsKind.MODEL] = self.models
         self.offloaded: OffloadedPages | None = None
         self.page_events: PageEventRecorder | None = None
         self._held_back: dict[int, RequestState] | None = None  # arrival -> request; None: requests may start
@@ -84,6 +92,8 @@ class RequestQueues:
         """Adds a new request to the queue."""
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
+        if self.models is not None:
+            self.models.add(sequence.request.model)
         if self._held_back is None:
             self._wait(sequence)
         else:
@@ -128,6 +138,8 @@ class RequestQueues:
 
     def finish(self, sequence: RequestState) -> None:
         """Ends a request in any state. Its slot and pages are released when no step in flight has a row of it."""
+        if self.models is not None and sequence.state in (State.RUNNING, State.WAITING):
+            self.models.remove(sequence.request.model)
         if sequence.state is State.RUNNING:
             self.commit(sequence)
             if self.offloaded is not None and sequence.request.keep_as:
@@ -142,6 +154,8 @@ class RequestQueues:
     def step_returned(self, number: int) -> None:
         """Records that step `number` has finished on the device. Steps return in order."""
         self.last_done = number
+        if self.models is not None:
+            self.models.last_done = number
         keep = 0
         for step, slot, pages in self._held:
             if step > number:
@@ -289,6 +303,8 @@ class RequestQueues:
             self.preempt(seq)
         self.pool.clear_cache()
         self.adapters.forget()
+        if self.models is not None:
+            self.models.forget()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if slots, pages or queues are inconsistent."""
@@ -305,3 +321,5 @@ class RequestQueues:
         if self.offloaded is not None:
             self.offloaded.check_integrity()
         self.adapters.check_integrity(self.running)
+        if self.models is not None:
+            self.models.check_integrity(self.running, [*self.waiting, *(self._held_back or {}).values()])

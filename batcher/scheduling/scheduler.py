@@ -31,6 +31,9 @@ admission, arrival rank), lowest first. Preemption changes neither priority nor 
     often it is passed.
 11. A request whose pages come from the host's memory or from a store is admitted, and computes nothing until they have
     arrived (`offloading.py`).
+12. With several models, all rows of a step are of one, which `model_turns.py` chooses. The rules above then hold among
+    its requests, but preemption takes the highest key of all models. Requests of others are skipped and keep their
+    place. After the first request that finds no room in its model's turn, no request of any model is admitted.
 """
 
 from __future__ import annotations
@@ -72,6 +75,7 @@ class Verdict(Enum):
     NO_MASK = "it waits for its mask; others may pass"
     NO_TURN = "it waits for another long prompt; others may pass"
     NO_ADAPTER = "it waits for its LoRA adapter; others may pass"
+    NO_MODEL = "it waits for a turn of its model; others may pass"
 
 
 class Scheduler(RequestQueues):
@@ -85,7 +89,7 @@ class Scheduler(RequestQueues):
         drafts: Drafts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(capacity, ladder.config.max_num_seqs, prefix_caching=config.prefix_caching)
+        super().__init__(capacity, ladder.config.max_num_seqs, clock, prefix_caching=config.prefix_caching)
         if config.offloading is not None:
             self.offloaded = OffloadedPages(config.offloading, capacity, self.pool, clock)
             self.pool.observers.append(self.offloaded)
@@ -101,6 +105,8 @@ class Scheduler(RequestQueues):
         self._without_room: RequestState | None = None  # the first in the queue for which the last step had no room
         self._lacks_pages = False  # there was a free slot for it, so it lacked pages
         self._num_promised = 0  # slots that steps in flight will release to requests before it
+        self._mine = self.running  # the running requests of the model whose step is planned
+        self._barrier: RequestState | None = None  # the request of rule 12; only with several models
 
     def schedule(self) -> StepPlan | None:
         """The plan of the next step, or None if nothing can run now."""
@@ -108,8 +114,24 @@ class Scheduler(RequestQueues):
         if self.offloaded is not None:
             self.offloaded.save_ahead()
         self._exchange_rows()
+        if self.models is None:
+            return self._plan(0)
+        for model in self.models.order():
+            self._mine = [seq for seq in self.running if seq.request.model == model]
+            self.waiting.put_back((Verdict.NO_MODEL, model))
+            plan = self._plan(model)
+            if plan is not None:
+                plan.model = model
+                self.models.took(model, plan.number)
+                return plan
+        is_under_way = self.last_done < self.last_step or any(seq.is_blocked or seq.load for seq in self.running)
+        self.models.none_can_run(for_long=not is_under_way)
+        return None
+
+    def _plan(self, model: int) -> StepPlan | None:
+        """The plan of a step of this model; None: it can compute nothing now."""
         singles, grown = self._decodes()
-        chunks, admitted = self._prompts(self.token_budget - len(singles), len(singles))
+        chunks, admitted = self._prompts(self.token_budget - len(singles), len(singles), model)
         if not singles and not chunks:
             return None
         return self._plan_ones(singles, chunks, admitted, grown) if chunks else self._plan_decodes(singles, grown)
@@ -131,7 +153,7 @@ class Scheduler(RequestQueues):
         rows: list[RequestState] = []
         grown: list[tuple[RequestState, int]] = []
         stalled: list[RequestState] = []
-        running, page_size = self.running, self.page_size
+        running, page_size = self._mine, self.page_size
         promised = 0  # pages for requests that wait for a step in flight to release pages
         i = 0
         while i < len(running):  # preemption shortens the list from its end
@@ -140,7 +162,9 @@ class Scheduler(RequestQueues):
             if not seq.decoding or seq.is_blocked or seq.num_emitted == seq.limit:
                 continue
             if seq.num_computed == len(seq.pages) * page_size:
-                may_stall = seq.num_stalls < self.max_stalls and running[-1].request.priority <= seq.request.priority
+                may_stall = (
+                    seq.num_stalls < self.max_stalls and self.running[-1].request.priority <= seq.request.priority
+                )
                 if not self.pool.num_available and may_stall:
                     seq.num_stalls += 1
                     stalled.append(seq)
@@ -151,7 +175,7 @@ class Scheduler(RequestQueues):
                 grown.append(self._grow(seq))
             rows.append(seq)
         is_stuck = stalled and not rows and self.last_done == self.last_step
-        if is_stuck and all(seq.decoding and not seq.is_blocked for seq in running):
+        if is_stuck and all(seq.decoding and not seq.is_blocked for seq in self.running):
             # No other request can end and release pages, so the last request is preempted for the first.
             self._make_room(stalled[0], 0)
             rows = [seq for seq in stalled if seq.state is State.RUNNING][: self.pool.num_available]
@@ -170,19 +194,25 @@ class Scheduler(RequestQueues):
                 return False
             victim = self.running[-1]
             self.preempt(victim)
+            if self._mine and self._mine[-1] is victim:  # the step's rows are a list of their own
+                self._mine.pop()
             if victim is sequence:
                 return False
         return True
 
-    def _prompts(self, budget: int, num_rows: int) -> tuple[list[tuple[RequestState, int]], list[RequestState]]:
+    def _prompts(
+        self, budget: int, num_rows: int, model: int
+    ) -> tuple[list[tuple[RequestState, int]], list[RequestState]]:
         """The prompt chunks (sequence, number of tokens) within the budget, and the requests that are admitted."""
         chunks: list[tuple[RequestState, int]] = []
         admitted: list[RequestState] = []
-        started = [seq for seq in self.running if not seq.decoding and not seq.is_blocked and seq.load is None]
+        started = [seq for seq in self._mine if not seq.decoding and not seq.is_blocked and seq.load is None]
         in_this_step: set[bytes] = set()  # digests of the pages that this step's chunks fill
         num_long = sum(self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed) for seq in started)
         num_passed = self._num_promised = 0
         is_full = False
+        if self._barrier is not None and self._barrier.request.model == model:
+            self._barrier = None
         if self.long_prompts.may_begin(num_long):
             self.waiting.put_back(Verdict.NO_TURN)
         for adapter in self.adapters.to_look_at_again():
@@ -193,11 +223,17 @@ class Scheduler(RequestQueues):
             head = None if is_full or num_passed == _MAX_PASSED else self.waiting.first()
             if head is not None and (seq is None or self.waiting.key(head) < seq.key):
                 seq = head
+                if seq.request.model != model:
+                    is_full = seq is self._barrier
+                    if not is_full:
+                        self.waiting.set_aside(seq, (Verdict.NO_MODEL, seq.request.model))
+                    continue
                 verdict = self._admit(seq, in_this_step, may_be_long=self.long_prompts.may_begin(num_long))
                 if verdict in (Verdict.NO_ROOM, Verdict.NOT_READ):
                     is_full = True
                     if verdict is Verdict.NO_ROOM:
                         self._without_room, self._lacks_pages = seq, bool(self._free_slots)
+                        self._barrier = None if self.models is None else seq
                 elif verdict is Verdict.NO_ADAPTER:
                     self.waiting.set_aside(seq, seq.request.adapter)
                 elif verdict not in (Verdict.ADMITTED, Verdict.LOADING):

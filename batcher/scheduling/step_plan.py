@@ -36,5 +36,6 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)  # rows not listed here read their slot's last token
     admitted: list[RequestState] = field(default_factory=list)
     masks: list[tuple[RequestState, np.ndarray]] = field(default_factory=list)  # of the tokens drawn under a grammar
+    model: int = 0  # the identity of the model of all rows
     adapters: list[AdapterWrite] = field(default_factory=list)  # of the adapters that `admitted` brings to the slots
     grown: list[tuple[RequestState, int]] = field(default_factory=list)  # running rows and the indices of new pages

@@ -73,6 +73,7 @@ class Packer:
             penalty_resets=tuple(resets),
             masks=masks,
             adapters=tuple(plan.adapters),
+            model=plan.model,
         )
 
     def _pack_tokens(self, plan: StepPlan, packed: np.ndarray, sections: dict[str, slice]) -> None:

@@ -49,6 +49,7 @@ class RunnerConfig:
     memory_utilization: float = 0.9  # the share of the device's memory for everything together
     num_pages: int | None = None  # None: as many as fit and are useful
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
+    max_models: int = 0  # models whose weights may be on the device at once; 0: there is one model only
     max_loras: int = 0  # LoRA adapters that may run at once
     max_lora_rank: int = 16  # the rank to which all adapters are padded
     moves_pages: bool = False  # pages may leave the device and come back
@@ -72,7 +73,7 @@ class MemoryNeeds:
     """The memory that a model needs on one device, in bytes."""
 
     weights: int
-    state: int  # slot state, token histories, adapter slots, and copies of pages on their way
+    state: int  # slot state, token histories, adapter slots, weights of other models, and copies of pages on their way
     temporaries: int  # an upper bound for the largest program
     page: int  # one page: the K/V of all layers and of a draft network, and the tokens if there are drafts
 
@@ -106,7 +107,10 @@ def memory_needs(
     tokens, rows = limits.max_num_batched_tokens, max(limits.max_num_seqs, limits.max_drawn)
     return MemoryNeeds(
         weights=sum(weights_bytes(network) for network, _ in networks),
-        state=state + adapter_bytes(model, attention, limits) + copy_bytes(page, limits),
+        state=state
+        + adapter_bytes(model, attention, limits)
+        + max(0, limits.max_models - 1) * weights_bytes(model)
+        + copy_bytes(page, limits),
         temporaries=max(
             step_temporaries(network.config, own, num_tokens=tokens, num_rows=rows) for network, own in networks
         ),
@@ -237,7 +241,9 @@ def _does_not_fit(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig
 
     where = "this machine" if memory.is_host else "each device"
     kept = f". Of free memory, {gib(HOST_RESERVE)} is kept for the compiler" if memory.is_host else ""
-    others = " and of the LoRA adapters" * bool(limits.max_loras) + ", copies of pages that move" * limits.moves_pages
+    others = " and of the LoRA adapters" * bool(limits.max_loras)
+    others += f", weights of {limits.max_models - 1} other models (--max-resident-models)" * (limits.max_models > 1)
+    others += ", copies of pages that move" * limits.moves_pages
     state = f"state of the request slots{others}"
     return (
         f"the model does not fit: {where} has {gib(memory.total)}, of which {limits.memory_utilization:.0%} may be "

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from batcher.step import Bucket, Capacity, StepHandle, StepInput, StepOutput
+from batcher.step import Bucket, Capacity, StepHandle, StepInput, StepOutput, WeightsKind
 from model.execution import adapter_arrays, memory_plan
 from model.execution.compiled_programs import CompiledPrograms
 from model.execution.device_memory import device_memory
@@ -75,11 +75,13 @@ class ModelRunner:
             Its weights are arrays or abstract, like those of `model`.
         adapter_weights: gives the weights of a LoRA adapter by its identity, for `stage_adapter`; None: there are no
             adapters.
+        model_weights: gives another model's weights on the devices, with its K/V scales, by its identity, for `stage`;
+            None: there is one model only.
 
     Attributes:
         described: the shapes of the programs' arguments.
         programs: the compiled programs.
-        weights: the arrays of all models, which are the first argument of a program.
+        weights: the arrays of the model and of its draft network, which are the first argument of a program.
         state: the state on the device. Each step's program takes it and returns a new one.
         adapters: the slots of LoRA adapters. An `AdapterWrite` updates them.
 
@@ -98,9 +100,10 @@ class ModelRunner:
         keeps_executables: bool = True,
         draft: tuple[Llama | EagleHead, PagedAttention] | None = None,
         adapter_weights: Callable[[int], LoraWeights] | None = None,
+        model_weights: Callable[[int], tuple[Llama, np.ndarray | None]] | None = None,
     ) -> None:
         self._attention = attention
-        self._adapter_weights = adapter_weights
+        self._adapter_weights, self._model_weights = adapter_weights, model_weights
         self._config = config
         self._pages_per_seq = -(-config.max_model_len // attention.spec.page_size)
         self._num_pages, planned_room = config.num_pages or 0, math.inf
@@ -127,6 +130,7 @@ class ModelRunner:
         # Buffers of outputs that the host has read, oldest first. As many are made as there are steps in flight.
         self._outputs: defaultdict[Bucket, deque[jax.Array]] = defaultdict(deque)
         self._staged: dict[int, AdapterSlots] = {}  # identity of an adapter -> its weights on the device
+        self._others: dict[int, tuple[list[jax.Array], KvScales]] = {}  # identity of another model -> its weights
         if _is_in_place(model):
             self.place(model, kv_scales, draft=None if draft is None else draft[0])
 
@@ -149,11 +153,7 @@ class ModelRunner:
             ValueError: there are `kv_scales` and the pages are not in 8 bits, or the other way around.
         """
         weights = self.described.weights_of([model] if draft is None else [model, draft])
-        if (kv_scales is not None) != self._attention.spec.has_kv_scales:
-            raise ValueError(f"K/V scales come with pages of 8 bits only: {self._attention.spec.kv_dtype=}")
-        scales_of_layers: KvScales = self.described.kv_scales_like
-        if kv_scales is not None:
-            scales_of_layers = self._placed_scales(kv_scales)
+        scales_of_layers = self._placed_scales(kv_scales)
         if with_state:
             self.allocate()
         self.weights, self._kv_scales = weights, scales_of_layers
@@ -178,7 +178,11 @@ class ModelRunner:
         flight."""
         self._kv_scales = self._placed_scales(kv_scales)
 
-    def _placed_scales(self, kv_scales: np.ndarray) -> KvScales:
+    def _placed_scales(self, kv_scales: np.ndarray | None) -> KvScales:
+        if (kv_scales is not None) != self._attention.spec.has_kv_scales:
+            raise ValueError(f"K/V scales come with pages of 8 bits only: {self._attention.spec.kv_dtype=}")
+        if kv_scales is None:
+            return self.described.kv_scales_like
         likes = self.described.kv_scales_like
         return [jax.device_put(scales, like.sharding) for scales, like in zip(kv_scales, likes, strict=True)]
 
@@ -188,6 +192,8 @@ class ModelRunner:
         if weights:
             for array in self.weights:
                 array.delete()
+            for model in list(self._others):
+                self.drop(WeightsKind.MODEL, model)
         if state:
             self._free_state()
 
@@ -224,6 +230,7 @@ class ModelRunner:
             pooling=self._config.pooling,
             keeps_text=self.described.has_drafts,
             max_loras=self._config.max_loras,
+            max_models=self._config.max_models,
             page_bytes=0 if (copies := self.described.page_copies) is None else copies.page_bytes,
             pages_of_copy=0 if copies is None else copies.most,
         )
@@ -317,7 +324,8 @@ class ModelRunner:
             masks = programs.bring_masks(masks, block)
         state = DeviceState(slots=slots, history=history, masks=masks, kv=state.kv, text=state.text, draft=state.draft)
         adapters = (self.adapters,) if step.bucket.has_adapters else ()
-        arguments: tuple[Any, ...] = (self.weights, self._kv_scales, state, step.packed, *adapters)
+        weights, kv_scales = self._others[step.model] if step.model else (self.weights, self._kv_scales)
+        arguments: tuple[Any, ...] = (weights, kv_scales, state, step.packed, *adapters)
         free = self._outputs[step.bucket] if described.has_graphs else None
         if free is not None:
             arguments += (free.popleft() if free else self._output_buffer(step.bucket),)
@@ -330,17 +338,34 @@ class ModelRunner:
         like = self.described.output_like(bucket)
         return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
 
-    def stage_adapter(self, adapter: int) -> None:
+    def stage(self, kind: WeightsKind, identity: int) -> None:
+        if kind is WeightsKind.MODEL:
+            self._stage_model(identity)
+            return
         assert self._adapter_weights is not None, "the runner was made without adapters"
         like = self.described.staged_like
-        staged = adapter_arrays.staged(self._adapter_weights(adapter), like, self.described.model_config.head_dim)
+        staged = adapter_arrays.staged(self._adapter_weights(identity), like, self.described.model_config.head_dim)
         jax.block_until_ready(staged)
         with self._staging:
-            self._staged[adapter] = staged
+            self._staged[identity] = staged
 
-    def unstage_adapter(self, adapter: int) -> None:
-        with self._staging:
-            self._staged.pop(adapter, None)
+    def _stage_model(self, identity: int) -> None:
+        assert self._model_weights is not None, "the runner was made for one model"
+        try:
+            model, kv_scales = self._model_weights(identity)
+            weights = self.described.weights_with(model, self.weights)
+            self._others[identity] = jax.block_until_ready((weights, self._placed_scales(kv_scales)))
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(f"the device has no room for them: {one_line(str(error))}") from error
+
+    def drop(self, kind: WeightsKind, identity: int) -> None:
+        if kind is WeightsKind.ADAPTER:
+            with self._staging:
+                self._staged.pop(identity, None)
+            return
+        weights, _ = self._others.pop(identity, ([], []))
+        for number in self.described.numbers.values() if weights else ():
+            weights[number].delete()
 
     def read_pages(self, pages: Sequence[int]) -> PagesRead:
         return self._copies.read(self.programs.read_pages, self.state, pages)

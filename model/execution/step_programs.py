@@ -110,6 +110,15 @@ class StepPrograms:
             raise ValueError("these are not the weights that the runner was made for: shapes or placement differ")
         return weights
 
+    def weights_with(self, model: Llama, others: Sequence[jax.Array]) -> list[jax.Array]:
+        """The weights of `model`, and those in `others` of a network that drafts. Raises ValueError as `weights_of`."""
+        weights = list(others)
+        for path, variable in nnx.to_flat_state(nnx.state(model)):
+            weights[self.numbers[".".join(map(str, path))]] = variable.get_value()
+        if _described(weights) != self.weights_like:
+            raise ValueError("these are not the weights that the runner was made for: shapes or placement differ")
+        return weights
+
     @cached_property
     def numbers(self) -> dict[str, int]:
         """Path of a parameter of the model -> its index in `weights_of`."""

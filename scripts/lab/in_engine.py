@@ -30,6 +30,7 @@ from batcher.step import (
     StepInput,
     StepOutput,
     Variant,
+    WeightsKind,
 )
 from scripts.lab.serve_all import serve_all
 
@@ -79,11 +80,11 @@ class Recorder:
     def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
         self._runner.compile_later(bucket, report)
 
-    def stage_adapter(self, adapter: int) -> None:
-        self._runner.stage_adapter(adapter)
+    def stage(self, kind: WeightsKind, identity: int) -> None:
+        self._runner.stage(kind, identity)
 
-    def unstage_adapter(self, adapter: int) -> None:
-        self._runner.unstage_adapter(adapter)
+    def drop(self, kind: WeightsKind, identity: int) -> None:
+        self._runner.drop(kind, identity)
 
     def read_pages(self, pages: Sequence[int]) -> PagesRead:
         return self._runner.read_pages(pages)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from batcher.request import Request, RequestOutput
+from batcher.step import WeightsKind
 from model.inputs.words import described, shown
 from server.engine import wire
 
@@ -181,7 +182,7 @@ class Adapters:
     def _forget_unused(self) -> None:
         with self._lock:
             unused = self._unnamed()
-            unused -= self._engine.adapters_in_use() if unused else set()
+            unused -= self._engine.in_use(WeightsKind.ADAPTER) if unused else set()
             for identity in unused:
                 del self._held[identity]
         for identity in unused:

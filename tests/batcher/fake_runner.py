@@ -33,6 +33,7 @@ from batcher.step import (
     StepInput,
     StepOutput,
     Variant,
+    WeightsKind,
 )
 from tests.batcher.toy_grammar import ToyGrammars
 
@@ -87,6 +88,13 @@ def seen(prefix: np.ndarray, adapter: int) -> bytes:
     return prefix.astype(np.int32).tobytes() + (adapter.to_bytes(8, "little") if adapter else b"")
 
 
+def mixed(adapter: int, model: int) -> int:
+    """The weights of a row, in one number of 62 bits; an adapter alone is itself."""
+    if not model:
+        return adapter
+    return int.from_bytes(blake2b(f"{adapter} {model}".encode(), digest_size=8).digest()) >> 2
+
+
 def stop_ids_of(request: Request, eos_token_ids: tuple[int, ...]) -> set[int]:
     """An end that a grammar lets through is one, whatever `ignore_eos` says."""
     s = request.sampling
@@ -106,7 +114,7 @@ def draw_of_request(request: Request, eos_token_ids: tuple[int, ...]) -> Draw:
         min_kv_len=len(request.prompt) + s.min_tokens if s.min_tokens else 0,
         stop_ids=tuple(sorted(stop_ids)) if s.min_tokens else (),
         bias=tuple((token, float(np.float32(bias))) for token, bias in s.logit_bias),
-        adapter=request.adapter,
+        adapter=mixed(request.adapter, request.model),
     )
 
 
@@ -169,7 +177,7 @@ def fake_pooled(prefix: np.ndarray, start: int, pooling: Pooling | None, adapter
 
 def expected_embedding(request: Request, pooling: Pooling) -> np.ndarray:
     """f32[FAKE_HIDDEN], from the request alone."""
-    pooled = fake_pooled(np.array(request.prompt), 0, pooling, request.adapter).astype(np.float64)
+    pooled = fake_pooled(np.array(request.prompt), 0, pooling, mixed(request.adapter, request.model)).astype(np.float64)
     return (pooled / np.linalg.norm(pooled)).astype(np.float32)
 
 
@@ -216,7 +224,8 @@ class FakeRunner:
         self._on_compile = on_compile
         self._on_stage = on_stage
         self._on_copy = on_copy
-        self.num_staged = 0  # adapters, since the start
+        self.num_staged = self.num_brought = 0  # adapters, and models, since the start
+        self.models = {0}  # on the device
         self.num_lookups = 0  # steps without drafts that were asked whether the first ones would have been right
         self._warm: set[Bucket] = set()
         self.compiled_later: list[Bucket] = []
@@ -268,6 +277,8 @@ class FakeRunner:
             if write.adapter not in self.staged or not 1 <= write.slot <= self._capacity.max_loras:
                 self._fail(f"{write} of {self.staged} staged adapters")
             self.staged.remove(write.adapter)
+        if step.model not in self.models:
+            self._fail(f"a step of the model {step.model}, and {self.models} are on the device")
         handle = _Handle(self, step, len(self.executed))
         self.executed.append(step.bucket)
         self.steps.append(step)
@@ -275,16 +286,27 @@ class FakeRunner:
         self._pending.append(handle)
         return handle
 
-    def stage_adapter(self, adapter: int) -> None:
+    def stage(self, kind: WeightsKind, adapter: int) -> None:
         if self._on_stage is not None:
             self._on_stage(adapter)
+        if kind is WeightsKind.MODEL:
+            self.models.add(adapter)
+            self.num_brought += 1
+            if len(self.models) > self._capacity.max_models:
+                self._fail(f"too many models are on the device: {self.models}")
+            return
         self.staged.add(adapter)
         self.num_staged += 1
         if len(self.staged) > MAX_STAGED_ADAPTERS:
             self._fail(f"too many adapters are staged: {self.staged}")
 
-    def unstage_adapter(self, adapter: int) -> None:
-        self.staged.discard(adapter)
+    def drop(self, kind: WeightsKind, adapter: int) -> None:
+        if kind is WeightsKind.MODEL:
+            if any(handle.step.model == adapter for handle in self._unread):
+                self._fail(f"the model {adapter} has steps in flight")
+            self.models.discard(adapter)
+        else:
+            self.staged.discard(adapter)
 
     def read_pages(self, pages: Sequence[int]) -> _PagesRead:
         self._check_copy(pages)
@@ -375,6 +397,7 @@ class FakeRunner:
 
     def _run(self, step: StepInput) -> StepOutput:
         c, bucket = self._capacity, step.bucket
+        self._model = step.model
         layout = PackedLayout(bucket)
         if step.packed.dtype != np.int32 or step.packed.shape != (layout.size,):
             self._fail(f"packed buffer: {step.packed.dtype} {step.packed.shape} for {bucket}")
@@ -411,6 +434,7 @@ class FakeRunner:
             adapter = self._adapter(slot)
             if adapter and (adapter == POISON or not bucket.has_adapters):
                 self._fail(f"slot {slot} runs with the adapter {adapter} in {bucket}")
+            adapter = mixed(adapter, step.model)
             # a row that only embeds draws nothing, and may fill the context
             if not 0 <= kv_len <= kv_len + q_len < c.max_model_len + (bucket.variant is Variant.EMBED):
                 self._fail(f"slot {slot} of length {kv_len} grows by {q_len}")
@@ -549,7 +573,7 @@ class FakeRunner:
             stop_ids=tuple(sorted(row[col("stop_ids") : col("stop_ids") + n_stop].tolist())),
             bias=tuple(zip(ids, values, strict=True)),
             allowed=tuple(np.flatnonzero(bits_allowed).tolist()) if row[col("has_mask")] else None,
-            adapter=self._adapter(slot),
+            adapter=mixed(self._adapter(slot), self._model),
         )
 
     def _apply(self, indices: np.ndarray, values: np.ndarray) -> None:

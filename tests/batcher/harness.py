@@ -13,7 +13,8 @@ from batcher.engine import Engine
 from batcher.page_events import PageEventSink
 from batcher.request import FinishReason, Request, RequestOutput, SamplingParams
 from batcher.scheduling.request_state import OnOutput
-from batcher.step import Capacity
+from batcher.stats import ModelState
+from batcher.step import Capacity, WeightsKind
 from batcher.step_times import StepTimes
 from tests.batcher.fake_runner import FakeRunner, expected_embedding, expected_tokens, fake_sampled_logprob
 from tests.batcher.toy_grammar import ToyGrammars
@@ -21,7 +22,7 @@ from tests.batcher.toy_grammar import ToyGrammars
 EOS = (1, 2)
 CAPACITY = Capacity(num_slots=4, num_pages=64, page_size=4, max_model_len=64, max_num_batched_tokens=32, vocab_size=100)
 
-_OF_REQUESTS = ("client", "group", "cache_salt", "deadline_s", "embeds", "counts_drafts", "adapter")
+_OF_REQUESTS = ("client", "group", "cache_salt", "deadline_s", "embeds", "counts_drafts", "adapter", "model")
 
 
 def make_capacity(**changes: object) -> Capacity:
@@ -90,7 +91,7 @@ class Drive:
         limits |= {"embeds": capacity.pooling is not None, "adapters": capacity.max_loras > 0}
         self.ladder = BucketLadder(BucketConfig(**limits | {"min_mixed_tokens": 8} | (buckets or {})))
         settings = EngineConfig(**{"eos_token_ids": EOS, "seed": 0} | config)
-        grammars = grammars or ToyGrammars(capacity.vocab_size)
+        self.grammars = grammars = grammars or ToyGrammars(capacity.vocab_size)
         self.engine = Engine(
             self.runner, settings, self.ladder, clock=self.clock, grammars=grammars, page_events=page_events
         )
@@ -107,6 +108,8 @@ class Drive:
 
     def add(self, request: Request) -> Heard:
         heard = Heard()
+        if request.model:
+            self.engine.add_model(request.model, EOS, self.grammars)
         self.engine.add_request(request, self.on_output or heard.outputs.append)
         self.heard[request.request_id] = heard
         self.requests[request.request_id] = request
@@ -145,7 +148,10 @@ class Drive:
         assert stats.num_compiles_after_warm_up == 0
         assert stats.num_requests_running == stats.num_requests_waiting == stats.num_pages_used == 0
         assert stats.running_of_adapters == stats.waiting_of_adapters == {}
-        assert self.engine.adapters_in_use() == self.runner.staged == set()
+        assert self.engine.in_use(WeightsKind.ADAPTER) == self.runner.staged == set()
+        assert self.engine.in_use(WeightsKind.MODEL) == set()
+        assert stats.running_of_models == stats.waiting_of_models == {}
+        assert len(stats.models) <= self.capacity.max_models and set(stats.models.values()) <= {ModelState.RESIDENT}
 
     def expected(self, request_id: str) -> list[int]:
         return expected_tokens(self.requests[request_id], self.capacity, EOS)

@@ -17,6 +17,7 @@ from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
 from batcher.request import ErrorCode, FinishReason, Pooling, Request
+from batcher.step import WeightsKind
 from tests.batcher.fake_runner import FakeRunner, expected_tokens
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
 from tests.batcher.test_engine_threads import PATIENCE_S, Gate, Listener
@@ -251,7 +252,7 @@ def test_the_statistics_tell_of_adapters() -> None:
     stats = drive.engine.stats()
     assert (stats.running_of_adapters, stats.waiting_of_adapters) == ({1: 2}, {2: 2, 3: 1})
     assert (stats.num_adapters_resident, stats.num_adapters_staged, stats.num_adapter_loads) == (1, 2, 1)
-    assert drive.engine.adapters_in_use() == {1, 2, 3}
+    assert drive.engine.in_use(WeightsKind.ADAPTER) == {1, 2, 3}
     finish(drive)
     stats = drive.engine.stats()
     assert (stats.num_adapters_resident, stats.num_adapters_staged, stats.num_adapter_loads) == (1, 0, 3)
@@ -324,13 +325,13 @@ def test_many_adapters_on_threads_while_steps_fail_and_weights_change() -> None:
 def test_an_adapter_whose_requests_left_while_it_was_staged_is_unstaged() -> None:
     gate, listener, unstaged = Gate(first=0), Listener(), threading.Event()
     runner = FakeRunner(CAPACITY, on_stage=gate)
-    unstage = runner.unstage_adapter
+    unstage = runner.drop
 
-    def unstage_and_tell(adapter: int) -> None:
-        unstage(adapter)
+    def unstage_and_tell(kind: WeightsKind, adapter: int) -> None:
+        unstage(kind, adapter)
         unstaged.set()
 
-    runner.unstage_adapter = unstage_and_tell
+    runner.drop = unstage_and_tell
     engine = start(runner)
     engine.add_request(request("a", 1), listener)
     assert gate.reached.wait(PATIENCE_S)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from batcher.step import Bucket, Capacity, PagesRead, StagedPages, StepInput, StepOutput
+from batcher.step import Bucket, Capacity, PagesRead, StagedPages, StepInput, StepOutput, WeightsKind
 
 TOKEN = 5  # that every row of every step draws
 
@@ -38,10 +38,10 @@ class InstantRunner:
             self._handles[rows] = _Handle(output)
         return self._handles[rows]
 
-    def stage_adapter(self, adapter: int) -> None:
+    def stage(self, kind: WeightsKind, identity: int) -> None:
         raise NotImplementedError("the simulated engine has no adapters")
 
-    def unstage_adapter(self, adapter: int) -> None:
+    def drop(self, kind: WeightsKind, identity: int) -> None:
         raise NotImplementedError("the simulated engine has no adapters")
 
     def read_pages(self, pages: Sequence[int]) -> PagesRead:

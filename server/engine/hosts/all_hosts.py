@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Set
 
-from batcher.step import Runner
+from batcher.step import Runner, WeightsKind
 from server.engine.adapters import AdapterStore
 from server.engine.hosts import commands
 from server.engine.hosts.cluster import LEADER
@@ -116,20 +116,22 @@ class AllAdapters:
             self._forget(identity, has_own=True)
 
     def stage(self, identity: int, runner: Runner) -> None:
-        """Calls `Runner.stage_adapter` on all hosts. Raises ValueError if it fails on one, and undoes it on the others.
+        """Calls `Runner.stage` on all hosts. Raises ValueError if it fails on one, and undoes it on the others.
 
         `runner` is this host's runner.
         """
         with self._lock:
-            _, faults = self._leader.ask(commands.StageAdapter(identity), lambda: runner.stage_adapter(identity))
+            _, faults = self._leader.ask(
+                commands.StageAdapter(identity), lambda: runner.stage(WeightsKind.ADAPTER, identity)
+            )
             if faults:
                 self.unstage(identity, runner)
                 raise ValueError(self._leader.listed(faults))
 
     def unstage(self, identity: int, runner: Runner) -> None:
-        """Calls `Runner.unstage_adapter` on all hosts."""
+        """Calls `Runner.drop` on all hosts."""
         self._leader.send(commands.UnstageAdapter(identity))
-        runner.unstage_adapter(identity)
+        runner.drop(WeightsKind.ADAPTER, identity)
 
     def _forget(self, identity: int, *, has_own: bool) -> None:
         self._leader.send(commands.ForgetAdapter(identity))

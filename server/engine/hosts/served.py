@@ -14,7 +14,7 @@ from batcher.delivery import Tokens
 from batcher.errors import EngineClosedError
 from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
-from batcher.step import Bucket, Capacity, Runner, StagedPages, StepHandle, StepInput
+from batcher.step import Bucket, Capacity, Runner, StagedPages, StepHandle, StepInput, WeightsKind
 from model.inputs.words import described
 from server.engine.adapters import AdapterStore
 from server.engine.hosts import commands
@@ -179,9 +179,9 @@ class FollowingEngine:
                         self._held.discard(identity)
                         store.forget(identity)
                 case commands.StageAdapter(identity=identity):
-                    self._follower.answer(command, lambda: self._runner.stage_adapter(identity))
+                    self._follower.answer(command, lambda: self._runner.stage(WeightsKind.ADAPTER, identity))
                 case commands.UnstageAdapter(identity=identity):
-                    self._runner.unstage_adapter(identity)
+                    self._runner.drop(WeightsKind.ADAPTER, identity)
         except BaseException as error:
             self._fail(error)
 
@@ -261,13 +261,13 @@ class BroadcastRunner:
         self._leader.send(commands.step_to_wire(step))
         return self._runner.execute(step)
 
-    def stage_adapter(self, adapter: int) -> None:
-        assert self._adapters is not None, "no request has an adapter"
-        self._adapters.stage(adapter, self._runner)
+    def stage(self, kind: WeightsKind, identity: int) -> None:
+        assert self._adapters is not None and kind is WeightsKind.ADAPTER, "no request has an adapter or a model"
+        self._adapters.stage(identity, self._runner)
 
-    def unstage_adapter(self, adapter: int) -> None:
-        assert self._adapters is not None, "no request has an adapter"
-        self._adapters.unstage(adapter, self._runner)
+    def drop(self, kind: WeightsKind, identity: int) -> None:
+        assert self._adapters is not None and kind is WeightsKind.ADAPTER, "no request has an adapter or a model"
+        self._adapters.unstage(identity, self._runner)
 
     def read_pages(self, pages: Sequence[int]) -> NoReturn:
         raise RuntimeError(_NO_MOVES)

@@ -14,7 +14,7 @@ import pytest
 
 from batcher.request import SamplingParams
 from batcher.slots import SlotLayout
-from batcher.step import AdapterWrite, Bucket, PackedLayout, StepOutput, Variant
+from batcher.step import AdapterWrite, Bucket, PackedLayout, StepOutput, Variant, WeightsKind
 from model.config import LlamaConfig
 from model.execution.memory_plan import RunnerConfig, memory_needs
 from model.execution.prompt_lookup import PromptLookup
@@ -126,7 +126,7 @@ def rows(*slots: int, sampling: SamplingParams = WITH_LOGPROBS) -> list[Row]:
 def bring(runner: ModelRunner, *adapters: int) -> tuple[AdapterWrite, ...]:
     """Stages the adapters for the slots 1, 2, ..."""
     for adapter in adapters:
-        runner.stage_adapter(adapter)
+        runner.stage(WeightsKind.ADAPTER, adapter)
     return tuple(AdapterWrite(slot=slot, adapter=adapter) for slot, adapter in enumerate(adapters, 1))
 
 
@@ -307,7 +307,7 @@ def test_a_runner_that_has_recovered_holds_no_adapters(make, oracle) -> None:
     runner.warm_up([PROMPT, DECODE], print)
     asked = rows(1)
     prefill(runner, asked, adapters=bring(runner, 1))
-    runner.stage_adapter(2)
+    runner.stage(WeightsKind.ADAPTER, 2)
     runner.recover()
     assert not any(leaf.any() for leaf in jax.tree.leaves(runner.adapters))
     with pytest.raises(KeyError):

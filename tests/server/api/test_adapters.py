@@ -348,7 +348,7 @@ class Waiting:
     def add_request(self, request, on_output) -> None:
         raise AssertionError("no request is to reach it")
 
-    def adapters_in_use(self) -> set[int]:
+    def in_use(self, kind) -> set[int]:
         return self.used
 
 

@@ -21,6 +21,7 @@ from batcher.delivery import Tokens
 from batcher.errors import InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from batcher.stats import EngineStats
+from batcher.step import WeightsKind
 from batcher.step_log import StepRecord
 from server.engine.process import BuiltEngine
 from server.engine.weight_changes import WeightChanges
@@ -106,7 +107,7 @@ class EchoEngine:
             return tuple(self._config.adapters.texts[request.adapter].encode())
         return request.prompt if self._config.reply is None else self._config.reply
 
-    def adapters_in_use(self) -> set[int]:
+    def in_use(self, kind: WeightsKind) -> set[int]:
         return set(self._adapters())
 
     def _adapters(self) -> list[int]:

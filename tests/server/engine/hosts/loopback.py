@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from batcher.step import Bucket, Capacity, StepInput, Variant
+from batcher.step import Bucket, Capacity, StepInput, Variant, WeightsKind
 from server.engine.hosts.cluster import Cluster, HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
@@ -132,12 +132,12 @@ class RecordingRunner:
         self.calls.put(number)
         return Result(RuntimeError(f"step {number} has failed") if number in self._failing else None)
 
-    def stage_adapter(self, adapter: int) -> None:
+    def stage(self, kind: WeightsKind, adapter: int) -> None:
         if adapter not in self._stageable:
             raise ValueError(f"the folder of adapter {adapter} has changed")
         self.staged.add(adapter)
 
-    def unstage_adapter(self, adapter: int) -> None:
+    def drop(self, kind: WeightsKind, adapter: int) -> None:
         self.staged.discard(adapter)
 
     def recover(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batcher.step import AdapterWrite
+from batcher.step import AdapterWrite, WeightsKind
 from server.engine.hosts.all_hosts import AllAdapters
 from server.engine.hosts.served import BroadcastRunner, FollowingEngine
 from tests.server.engine.hosts.loopback import Exits, Hosts, RecordingRunner, step
@@ -64,19 +64,19 @@ def test_hosts_that_find_other_weights_refuse(hosts, tmp_path):
 
 def test_all_hosts_stage_before_a_step_writes(hosts):
     pair = Pair(hosts, FakeStore())
-    pair.runner.stage_adapter(7)
+    pair.runner.stage(WeightsKind.ADAPTER, 7)
     assert pair.our_runner.staged == pair.their_runner.staged == {7}
     written = step(3)
     pair.runner.execute(replace(written, adapters=(AdapterWrite(slot=1, adapter=7),)))
     assert pair.their_runner.seen(1) == [3]
-    pair.runner.unstage_adapter(7)
+    pair.runner.drop(WeightsKind.ADAPTER, 7)
     wait_until(lambda: pair.our_runner.staged == pair.their_runner.staged == set())
 
 
 def test_if_a_host_cannot_stage_none_has_staged(hosts):
     pair = Pair(hosts, FakeStore(), RecordingRunner(stageable=()))
     with pytest.raises(ValueError, match=r"host 1 .*the folder of adapter 7 has changed"):
-        pair.runner.stage_adapter(7)
+        pair.runner.stage(WeightsKind.ADAPTER, 7)
     assert pair.our_runner.staged == set()
     pair.runner.execute(step(1))  # the hosts go on
     assert pair.their_runner.seen(1) == [1]
