@@ -67,7 +67,7 @@ from batcher.requests.page_mover import Loaded, Moved, PageMover, Saved
 from batcher.requests.worker import Worker
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.request_state import OnOutput, RequestState
-from batcher.stats import EngineStats
+from batcher.stats import EngineStats, ModelState
 from batcher.step import Bucket, Runner, WeightsKind
 
 _log = logging.getLogger(__name__)
@@ -105,6 +105,7 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._on_death = on_death
+        self.models_off_device: Callable[[], Mapping[int, ModelState]] = dict  # may be replaced
         # Model -> its end-of-sequence ids, and its grammars.
         self._models: dict[int, tuple[tuple[int, ...], Grammars | None]] = {0: (config.eos_token_ids, grammars)}
         self._page_events = page_events
@@ -253,6 +254,7 @@ class Engine:
         if self._capacity.max_loras:
             stats.waiting_of_adapters = self._num_waiting(WeightsKind.ADAPTER, stats.running_of_adapters)
         if self._capacity.max_models:
+            stats.models = {**self.models_off_device(), **stats.models}
             stats.waiting_of_models = self._num_waiting(WeightsKind.MODEL, stats.running_of_models)
         return stats
 

@@ -1,4 +1,4 @@
-"""The LoRA adapters of an engine: their store, and the adapters that are loaded at the start."""
+"""The LoRA adapters of an engine: their store, and the adapters and models that are loaded at the start."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from batcher.engine import Engine
 from model.inputs.words import one_line
-from scripts.flags.lora import FLAG
+from scripts.flags.lora import FLAG, MODELS
 from scripts.flags.settings import EngineSettings
-from server.engine.adapters import AdapterError, Adapters, AdapterStore
+from server.engine.adapters import AdapterError, Adapters, AdapterStore, ModelStore
 from server.engine.kv_events import KvEventPublisher
-from server.engine.wire import LoadAdapter
+from server.engine.wire import LoadAdapter, LoadModel
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig
@@ -45,22 +45,26 @@ def loaded_adapters(
     store: AdapterStore | None,
     engine: Engine,
     publisher: KvEventPublisher | None = None,
+    models: ModelStore | None = None,
 ) -> Adapters | None:
-    """The engine's `Adapters`, after loading the adapters of the settings. None: LoRA is off.
+    """The engine's `Adapters`, after loading the adapters and models of the settings. None: there are none.
 
-    Raises ValueError if an adapter cannot be used.
+    Raises ValueError if one cannot be used.
 
     Args:
         publisher: the publisher of K/V events, which name adapters; None: there is none.
     """
-    if store is None:
+    if store is None and models is None:
         return None
-    adapters = Adapters(store, engine)
+    adapters = Adapters(store, engine, models)
     if publisher is not None:
         publisher.name_of = adapters.name_of
-    for module in settings.adapters:
+    changes: list[tuple[str, LoadAdapter | LoadModel]]
+    changes = [(FLAG, LoadAdapter(each.name, each.path, each.base_model_name)) for each in settings.adapters]
+    changes += [(MODELS, LoadModel(each.name, each.path)) for each in settings.named_models]
+    for flag, change in changes:
         try:
-            adapters.change(LoadAdapter(module.name, module.path, module.base_model_name))
+            adapters.change(change)
         except (AdapterError, ValueError, OSError) as error:
-            raise ValueError(f"{FLAG} {module.name}={module.path}: {one_line(str(error))}") from error
+            raise ValueError(f"{flag} {change.name}={change.path}: {one_line(str(error))}") from error
     return adapters

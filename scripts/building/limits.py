@@ -49,6 +49,9 @@ _DEFAULTS = {
     "tpu": replace(_CHIP, min_half_step=512),
 }
 
+LEAST_MODELS = 2  # on the device at once: the engine's own, and another one
+MOST_MODELS = 8  # by default, if a folder has them
+
 # Rows of the largest program with drafts. The table of step times (`step_times`) decides which steps have drafts: on a
 # CPU, with more rows hardly any would, and chips draw at most so many tokens at once.
 _MAX_DRAFT_ROWS = {"cpu": 8, "gpu": 64, "tpu": 64}
@@ -132,6 +135,12 @@ def choose_limits(
             f"  context           {context} tokens, the longest for which the memory has room; the model was trained "
             f"for {trained}. More chips, --kv-cache-dtype or --quantization leave room for more"
         )
+    chips = on_chips(num_chips, context)
+    if settings.has_models:
+        if settings.max_resident_models is None:
+            most = MOST_MODELS if settings.models_folder is not None else 1 + len(settings.named_models)
+            chips.limits = replace(chips.limits, max_models=chips.models_that_fit(max(LEAST_MODELS, most)))
+        report(f"  models            {chips.limits.max_models} on the device at once, with --model")
     ladder = BucketLadder(bucket_config(settings, platform, num_chips))
     later = deferred_programs(ladder, platform, all_first=settings.compile_all_first, num_hosts=device.num_hosts)
     return EnginePlan(
@@ -140,7 +149,7 @@ def choose_limits(
         tokenizer=tokenizer,
         weights=weights,
         draft=draft,
-        chips=on_chips(num_chips, context),
+        chips=chips,
         ladder=ladder,
         may_wait=later,
     )
@@ -217,6 +226,7 @@ def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len
         max_draft_rows=buckets.max_draft_rows,
         draft_pass_tokens=min(_DRAFT_PASS * buckets.min_mixed_tokens, _MAX_DRAFT_PASS, buckets.max_num_batched_tokens),
         max_drawn=buckets.max_draft_rows * (1 + buckets.num_drafts),
+        max_models=0 if not settings.has_models else settings.max_resident_models or LEAST_MODELS,
         max_loras=settings.num_adapter_slots,
         max_lora_rank=settings.max_lora_rank,
     )

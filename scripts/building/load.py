@@ -64,16 +64,16 @@ class Loader:
     attention: PagedAttention
     report: Report
 
-    def read(self, weights: ChosenWeights, *, keeps: bool = False) -> Loaded:
+    def read(self, weights: ChosenWeights, *, keeps: bool = False, drafts: bool = True) -> Loaded:
         """Reads the weights of this host's chips, or maps the file that an earlier start has kept. With `keeps`,
-        weights that are prepared here are kept for the next start.
+        weights that are prepared here are kept for the next start. Without `drafts`, a draft network is not read.
 
         Raises ValueError or OSError if they cannot be read.
         """
         with phase("load", self.report) as say, self.runner.expecting_compiles():
             model = self._read_one(weights, self.plan.chips, say, keeps=keeps)
         draft, draft_model = self.plan.draft, None
-        if draft is not None and self.plan.chips.draft is not None:
+        if drafts and draft is not None and self.plan.chips.draft is not None:
             with phase("draft", self.report) as say, self.runner.expecting_compiles():
                 draft_model = self._read_one(draft.weights, self.plan.chips.draft, say, keeps=keeps)
         return Loaded(weights, model, draft_model, self.kv_ranges(weights))

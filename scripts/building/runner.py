@@ -24,6 +24,7 @@ from scripts.building.attention_backend import BACKENDS, Backends, Chosen, can_a
 from scripts.building.device import Report, phase, start_device
 from scripts.building.limits import EnginePlan, choose_limits, choose_step_timeout, even_context, long_prompts
 from scripts.building.load import Loader
+from scripts.building.models import RunnersModels
 from scripts.building.offloading import GIB, Digests, identity_of_pages, make_offloading, start_digests
 from scripts.building.precompiled import made_for
 from scripts.building.runner_weights import RunnerWeights
@@ -50,6 +51,7 @@ class Built:
     info: EngineInfo
     loader: Loader  # loads other weights
     adapter_store: AdapterStore | None  # None: requests have no adapters
+    models: RunnersModels | None  # None: there is one model only
     digests: Digests | None  # of the weights, for the files of pages; None: there are no files
 
     def runner_weights(self) -> RunnerWeights:
@@ -177,6 +179,8 @@ def build_runner(
     """
     if others is not None and settings.kv_offloading_size:
         raise ValueError("--kv-offloading-size: the pages of an engine of several hosts cannot leave the devices")
+    if others is not None and settings.has_models:
+        raise ValueError("--models, --models-folder: an engine of several hosts has one model")
     num_hosts, join = (1, None) if others is None else (others.num_hosts, others.join)
     with phase("start", report) as say:
         device = start_device(settings, num_hosts=num_hosts, join=join)
@@ -185,7 +189,8 @@ def build_runner(
     plan = choose_limits(settings, device, report, tokenizer=tokenizer, backends=backends)
     digests = start_digests(settings, plan.weights, plan.draft)
     store = RunnersStore(settings, plan.weights.config) if settings.enable_lora else None
-    make = partial(_make_runner, plan, store, report, others, only_programs=only_programs)
+    models = RunnersModels(plan) if settings.has_models else None
+    make = partial(_make_runner, plan, store, models, report, others, only_programs=only_programs)
     runner, chosen = _choose_runner(plan, make, report, others, compiles=compile_meanwhile, is_here=not only_programs)
     loader = Loader(runner=runner, plan=plan, attention=chosen.attention, report=report)
     if not only_programs:
@@ -194,12 +199,16 @@ def build_runner(
         except BaseException:
             runner.stop_compiling()
             raise
+    if models is not None:
+        models.read_with(loader)
     info = _engine_info(plan, runner, chosen, digests)
     if settings.kv_offloading_size:
         num_tokens = int(settings.kv_offloading_size * GIB) // runner.capacity().page_bytes * info.page_size
         behind = "" if settings.kv_offloading_path is None else f", and behind it {settings.kv_offloading_path}"
         report(f"  offloading        the host's memory has room for {num_tokens} tokens of prefixes{behind}")
-    return Built(runner=runner, plan=plan, info=info, loader=loader, adapter_store=store, digests=digests)
+    return Built(
+        runner=runner, plan=plan, info=info, loader=loader, adapter_store=store, models=models, digests=digests
+    )
 
 
 def _choose_runner(
@@ -261,6 +270,7 @@ def _choose_runner(
 def _make_runner(
     plan: EnginePlan,
     adapters: RunnersStore | None,
+    models: RunnersModels | None,
     report: Report,
     others: OtherHosts | None,
     attention: PagedAttention,
@@ -280,6 +290,7 @@ def _make_runner(
         keeps_executables=others is None and not only_programs,
         draft=chips.draft_over(attention.backend),
         adapter_weights=None if adapters is None else adapters.weights,
+        model_weights=None if models is None else models.weights,
     )
     runner = make(chips.limits)
     room = num_pages = runner.capacity().num_pages
@@ -303,6 +314,7 @@ def _start_compiling(
             attention_backend=str(attention.backend),
             max_model_len=plan.chips.limits.max_model_len,
             tensor_parallel_size=plan.chips.num_chips,
+            max_resident_models=plan.chips.limits.max_models or None,
         )
         again = partial(build_runner, report=_say_nothing, tokenizer=plan.tokenizer, only_programs=True)
         trace_ahead(runner, own, buckets, plan.device.platform, again)
@@ -321,6 +333,7 @@ def _engine_info(plan: EnginePlan, runner: ModelRunner, chosen: Chosen, digests:
         embedding_size=config.hidden_size if settings.enable_embeddings else None,
         attention=chosen.info,
         max_loras=settings.num_adapter_slots,
+        max_models=runner.capacity().max_models,
         adapter_bytes=runner.described.adapter_bytes,
         page_identity=identity_of_pages(settings, runner, digests),
         page_size=spec.page_size,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from model.inputs.paths import is_url, place
 from model.inputs.words import one_line
 from scripts.building.load import Loaded, Loader
-from scripts.building.weights import ChosenWeights, choose_weights
+from scripts.building.weights import ChosenWeights, check_alike, choose_weights
 from scripts.flags.settings import EngineSettings
 from server.engine.wire import KV_CACHE, PARTS, WEIGHTS, ChangeWeights, InSharedMemory, WeightsChange
 
@@ -262,18 +262,7 @@ class RunnerWeights:
                 where = "in the bucket" if is_url(model) else "on this machine"
                 raise ValueError(f"model {model!r}: there is no such folder or file {where}")
         weights = choose_weights(settings, self._platform, self._tokenizer)
-        for name in ("config", "dtype", "quantization", "rounding"):
-            if getattr(weights, name) != getattr(self._weights, name):
-                differing = _differing(getattr(self._weights, name), getattr(weights, name))
-                raise ValueError(f"model {settings.model!r}: it is not a model of the same shapes: {name} {differing}")
+        check_alike(weights, self._weights, settings.model)
         if {token.id for token in weights.end_tokens} != {token.id for token in self._weights.end_tokens}:
             raise ValueError(f"model {settings.model!r}: it ends its answers with other tokens")
         return weights
-
-
-def _differing(old: object, new: object) -> str:
-    """The values that differ, in words."""
-    if not dataclasses.is_dataclass(old) or not dataclasses.is_dataclass(new):
-        return f"is {new} and was {old}"
-    names = [field.name for field in dataclasses.fields(old) if getattr(old, field.name) != getattr(new, field.name)]
-    return ", ".join(f"{name} is {getattr(new, name)} and was {getattr(old, name)}" for name in names)

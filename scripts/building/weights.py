@@ -6,7 +6,7 @@ Each choice comes with its reason as text.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from model.loading.stored_weights import StoredWeights, find_weights
 from model.loading.weights import random_weights
 from model.network.llama import Llama
 from model.quantization.checkpoint_form import STORED_METHODS
-from model.quantization.forms import Activations, FourBit, Rounding, WeightForm, described, form_named
+from model.quantization.forms import Activations, EightBit, FourBit, Rounding, WeightForm, described, form_named
 from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, TPUS, XLA_READS, arch_reads, arch_rounded_rows
 from pallas_kernels.cpu.library import find_compiler
 from pallas_kernels.spec import UnavailableError
@@ -104,6 +104,31 @@ def choose_weights(settings: EngineSettings, platform: str, tokenizer: Path | No
         rounding_remark=rounding_remark,
         seed=settings.seed or 0,
     )
+
+
+def check_alike(weights: ChosenWeights, own: ChosenWeights, name: str) -> None:
+    """Raises ValueError if the programs for `own` do not compute with `weights`, those of the model `name`."""
+    unlike = {"config": (_shapes(weights.config), _shapes(own.config))}
+    unlike |= {field: (getattr(weights, field), getattr(own, field)) for field in ("dtype", "quantization", "rounding")}
+    for field, (theirs, ours) in unlike.items():
+        if theirs != ours:
+            raise ValueError(
+                f"model {name!r}: it is not a model of the same shapes: {field} {_differing(ours, theirs)}"
+            )
+
+
+def _shapes(config: LlamaConfig) -> LlamaConfig:
+    """The config without the fields that decide only how its files are read."""
+    fields: dict[str, Any] = dict.fromkeys(("checkpoint_dtype", "bos_token_id", "quantized"))
+    return replace(config, eos_token_ids=(), kv_scale_type=EightBit.FP8, **fields)
+
+
+def _differing(old: object, new: object) -> str:
+    """The values that differ, in words."""
+    if not is_dataclass(old) or not is_dataclass(new):
+        return f"is {new} and was {old}"
+    names = [field.name for field in fields(old) if getattr(old, field.name) != getattr(new, field.name)]
+    return ", ".join(f"{name} is {getattr(new, name)} and was {getattr(old, name)}" for name in names)
 
 
 def bits_of_a_weight(form: WeightForm | None, dtype: str) -> int:

@@ -221,7 +221,7 @@ class EngineSettings:
     )  # fmt: skip
     max_resident_models: int | None = _of_models(
         None, "Models whose weights are on the device at once, with --model", unset="as many as leave it half of the "
-        "K/V pages", least=1, most=2**16,
+        "K/V pages", least=2, most=2**16,
     )  # fmt: skip
     models_host_memory: float | None = _of_models(
         None, "GiB of the host's memory for the weights of models that are not on the device. Others are read again",
@@ -277,6 +277,8 @@ class EngineSettings:
                 message = f"{folder}: there is no such folder on this machine"
                 raise ValueError(f"{flag_name(EngineSettings, name)} {message}")
         named_models(self.models or ())
+        if self.has_models and self.scheduling == "static":
+            raise ValueError("--models needs --scheduling continuous: a static batch is of one model")
 
     @property
     def weight_form(self) -> str | None:

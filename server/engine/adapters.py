@@ -1,10 +1,11 @@
-"""The names of an engine's LoRA adapters, and the weights that each has. Requests name weights by their identity."""
+"""The names of an engine's LoRA adapters and of its models, and the weights that each name has. Requests name weights
+by their identity."""
 
 from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,13 +16,27 @@ from server.engine import wire
 
 if TYPE_CHECKING:  # the HTTP process does without numpy
     from batcher.engine import Engine
+    from batcher.grammar import Grammars
+    from batcher.stats import ModelState
 
 MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
 
 
+# The reason why an engine has no weights of a kind.
+NONE_OF = {
+    WeightsKind.ADAPTER: "This engine has no LoRA adapters: --enable-lora, or enable_lora=True in Python.",
+    WeightsKind.MODEL: "This engine has one model only: --models, or models={...} in Python.",
+}
+
+
+def kind_of(change: wire.NamedChange) -> WeightsKind:
+    """The kind of weights that a change concerns."""
+    return WeightsKind.MODEL if isinstance(change, wire.LoadModel | wire.UnloadModel) else WeightsKind.ADAPTER
+
+
 class AdapterError(ValueError):
-    """An adapter was not loaded or unloaded. `status` is the HTTP status."""
+    """An adapter or a model was not loaded or unloaded. `status` is the HTTP status."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -41,22 +56,52 @@ class AdapterStore(Protocol):
         """Drops weights that no name and no request uses any more."""
 
 
+class ModelStore(AdapterStore, Protocol):
+    """The models of an engine besides its own one. `load` checks a model, and its weights are read when it runs."""
+
+    def loaded(self, name: str, identity: int, path: str) -> wire.LoadedModel:
+        """The model under this name, for the HTTP processes."""
+
+    def ends(self, identity: int) -> tuple[tuple[int, ...], Grammars | None]:
+        """The model's end-of-sequence ids and its grammars."""
+
+    def states(self) -> Mapping[int, ModelState]:
+        """Where the weights of each model are that is not on the device."""
+
+
+class _Named:
+    """The weights of one kind, with the names that they have."""
+
+    def __init__(self, store: AdapterStore) -> None:
+        self.store = store
+        self.loaded: dict[str, wire.Adapter | wire.LoadedModel] = {}  # by name
+        self.held: dict[int, str] = {}  # identities that requests may have, and the names that they got last
+        self.num_loads = 0
+
+
 class Adapters:
-    """Maps the names of adapters to their weights. Thread-safe.
+    """Maps the names of adapters and models to their weights. Thread-safe.
 
     Changes run on a separate thread, one after the other, so reading weights delays no step and no command.
+
+    Args:
+        store: the adapters; None: there are none.
+        models: the models; None: there is one model only.
     """
 
-    def __init__(self, store: AdapterStore, engine: Engine) -> None:
-        self._store = store
+    def __init__(self, store: AdapterStore | None, engine: Engine, models: ModelStore | None = None) -> None:
+        stores = {WeightsKind.ADAPTER: store, WeightsKind.MODEL: models}
+        self._named = {kind: _Named(one) for kind, one in stores.items() if one is not None}
+        self._models = models
         self._engine = engine
+        if models is not None:
+            engine.models_off_device = models.states
         self._changes = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._tell: Callable[[wire.Adapters], None] = lambda event: None
         self._lock = threading.Lock()  # of what follows, and of the order in which changes are told
-        self._loaded: dict[str, wire.Adapter] = {}  # by name
-        self._held: dict[int, str] = {}  # identities that requests may have, and the names that they got last
-        self._prepared: tuple[str, wire.Adapter | None] | None = None  # a name, and what it is to name
-        self._num_changes = self._num_loads = 0
+        # A change that can be committed: the kind and the name, and what it is to name.
+        self._prepared: tuple[WeightsKind, str, wire.Adapter | wire.LoadedModel | None] | None = None
+        self._num_changes = 0
 
     def listen(self, tell: Callable[[wire.Adapters], None]) -> None:
         """Registers `tell`, which is called with all adapters now and after each change."""
@@ -73,34 +118,36 @@ class Adapters:
         processes."""
         self._changes.submit(self._answer, command, answer)
 
-    def change(self, change: wire.AdapterChange) -> wire.Adapter:
+    def change(self, change: wire.NamedChange) -> wire.Adapter | wire.LoadedModel:
         """Makes a whole change. Called at the start, and on this object's own thread.
 
         Raises AdapterError, ValueError or OSError if the change cannot be made.
         """
-        adapter = self._prepare(change)
+        found = self._prepare(change)
         self._commit()
-        return adapter
+        return found
 
     def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None:
-        """Adds a request to the engine. Raises AdapterError with status 404 if its adapter has been unloaded since the
-        request was checked."""
-        if not request.adapter:
+        """Adds a request to the engine. Raises AdapterError with status 404 if its adapter or its model has been
+        unloaded since the request was checked."""
+        if not request.adapter and not request.model:
             self._engine.add_request(request, on_output)
             return
+        asked = {WeightsKind.ADAPTER: request.adapter, WeightsKind.MODEL: request.model}
         with self._lock:
-            if request.adapter not in self._held:
-                raise AdapterError("The LoRA adapter has been unloaded.", 404)
+            for kind, named in self._named.items():
+                if asked[kind] and asked[kind] not in named.held:
+                    raise AdapterError(f"The {kind} has been unloaded.", 404)
             self._engine.add_request(request, on_output)
 
     def name_of(self, identity: int) -> str | None:
         """The last name of these weights; None: they have been forgotten."""
-        return self._held.get(identity)
+        return next((named.held[identity] for named in self._named.values() if identity in named.held), None)
 
     def forget_unused(self) -> None:
         """Forgets the weights that have no name and no request. The engine process calls it regularly."""
         with self._lock:
-            has_unnamed = bool(self._unnamed())
+            has_unnamed = any(self._unnamed(kind) for kind in self._named)
         if has_unnamed:
             self._changes.submit(self._forget_unused)
 
@@ -112,7 +159,7 @@ class Adapters:
         told = wire.Reply(number=command.number)
         try:
             match command.phase, command.change:
-                case wire.Phase.PREPARE, (wire.LoadAdapter() | wire.UnloadAdapter()) as change:
+                case wire.Phase.PREPARE, change if not isinstance(change, wire.ChangeWeights):
                     told.loaded = self._prepare(change)
                 case wire.Phase.COMMIT, _:
                     self._commit()
@@ -127,42 +174,57 @@ class Adapters:
             told.error, told.status = described(error), 500
         answer(told)
 
-    def _prepare(self, change: wire.AdapterChange) -> wire.Adapter:
+    def _prepare(self, change: wire.NamedChange) -> wire.Adapter | wire.LoadedModel:
         """Reads the weights of a load. They get their name in `_commit`."""
         self._abandon()
-        before = self._loaded.get(change.name)
-        if isinstance(change, wire.UnloadAdapter):
+        kind = kind_of(change)
+        if kind not in self._named:
+            raise AdapterError(NONE_OF[kind])
+        named = self._named[kind]
+        before = named.loaded.get(change.name)
+        if isinstance(change, wire.UnloadAdapter | wire.UnloadModel):
             if before is None:
-                raise AdapterError(f"The LoRA adapter {shown(change.name)} is not loaded.", 404)
-            self._prepared = (change.name, None)
+                raise AdapterError(f"The {kind} {shown(change.name)} is not loaded.", 404)
+            self._prepared = (kind, change.name, None)
             return before
         if before is not None and change.if_loaded is wire.IfLoaded.KEEP:
             return before
         if before is not None and change.if_loaded is wire.IfLoaded.REFUSE:
-            message = f"The LoRA adapter {shown(change.name)} is loaded already: `load_inplace` loads it again."
-            raise AdapterError(message)
-        check_name(change.name, "lora_name")
-        _check_path(change.path)
-        identity = self._store.load(change.path)
-        adapter = wire.Adapter(change.name, identity, change.path, change.base_model)
+            again = ": `load_inplace` loads it again" if kind is WeightsKind.ADAPTER else ""
+            raise AdapterError(f"The {kind} {shown(change.name)} is loaded already{again}.")
+        field = "lora" if kind is WeightsKind.ADAPTER else "model"
+        check_name(change.name, f"{field}_name")
+        if any(change.name in other.loaded for other in self._named.values() if other is not named):
+            raise AdapterError(f"{field}_name: an adapter or a model has the name {shown(change.name)} already.")
+        _check_path(change.path, f"{field}_path")
+        identity = named.store.load(change.path)
+        found: wire.Adapter | wire.LoadedModel
+        if isinstance(change, wire.LoadAdapter):
+            found = wire.Adapter(change.name, identity, change.path, change.base_model)
+        else:
+            assert self._models is not None
+            found = self._models.loaded(change.name, identity, change.path)
         with self._lock:
-            self._prepared = (change.name, adapter)
-            self._held.setdefault(identity, change.name)
-        return adapter
+            if kind is WeightsKind.MODEL and self._models is not None:
+                self._engine.add_model(identity, *self._models.ends(identity))
+            self._prepared = (kind, change.name, found)
+            named.held.setdefault(identity, change.name)
+        return found
 
     def _commit(self) -> None:
         if self._prepared is None:
             return
-        name, adapter = self._prepared
+        kind, name, found = self._prepared
+        named = self._named[kind]
         with self._lock:
             self._num_changes += 1
-            self._num_loads += adapter is not None
+            named.num_loads += found is not None
             self._prepared = None
-            if adapter is None:
-                del self._loaded[name]
+            if found is None:
+                del named.loaded[name]
             else:
-                self._loaded[name] = adapter
-                self._held[adapter.identity] = name
+                named.loaded[name] = found
+                named.held[found.identity] = name
             self._tell(self._event())
         self._forget_unused()
 
@@ -172,29 +234,41 @@ class Adapters:
             self._forget_unused()
 
     def _event(self) -> wire.Adapters:
-        return wire.Adapters(list(self._loaded.values()), self._num_changes, self._num_loads)
+        all_loaded = [each for named in self._named.values() for each in named.loaded.values()]
+        adapters = self._named.get(WeightsKind.ADAPTER)
+        return wire.Adapters(
+            [each for each in all_loaded if isinstance(each, wire.Adapter)],
+            self._num_changes,
+            0 if adapters is None else adapters.num_loads,
+            [each for each in all_loaded if isinstance(each, wire.LoadedModel)],
+        )
 
-    def _unnamed(self) -> set[int]:
-        coming = None if self._prepared is None else self._prepared[1]
-        named = [*self._loaded.values(), *([] if coming is None else [coming])]
-        return self._held.keys() - {adapter.identity for adapter in named}
+    def _unnamed(self, kind: WeightsKind) -> set[int]:
+        named = self._named[kind]
+        coming = None if self._prepared is None else self._prepared[2]
+        all_named = [*named.loaded.values(), *([] if coming is None else [coming])]
+        return named.held.keys() - {each.identity for each in all_named}
 
     def _forget_unused(self) -> None:
-        with self._lock:
-            unused = self._unnamed()
-            unused -= self._engine.in_use(WeightsKind.ADAPTER) if unused else set()
+        for kind, named in self._named.items():
+            with self._lock:
+                unused = self._unnamed(kind)
+                unused -= self._engine.in_use(kind) if unused else set()
+                for identity in unused:
+                    del named.held[identity]
+                    if kind is WeightsKind.MODEL:
+                        self._engine.remove_model(identity)
             for identity in unused:
-                del self._held[identity]
-        for identity in unused:
-            self._store.forget(identity)
+                named.store.forget(identity)
 
 
 def check_name(name: str, where: str) -> None:
-    """Raises ValueError for a name that no adapter may have. The message begins with `where`, the flag or field."""
+    """Raises ValueError for a name that no adapter and no model may have. The message begins with `where`, the flag or
+    field."""
     if not (0 < len(name) <= MAX_NAME_CHARS and name.isprintable()):
         raise ValueError(f"{where}: a name has 1 to {MAX_NAME_CHARS} printable characters, not {shown(name)}")
 
 
-def _check_path(path: str) -> None:
+def _check_path(path: str, where: str) -> None:
     if not (0 < len(path) <= MAX_PATH_CHARS and path.isprintable()):
-        raise ValueError(f"lora_path: a path has 1 to {MAX_PATH_CHARS} printable characters, not {shown(path)}")
+        raise ValueError(f"{where}: a path has 1 to {MAX_PATH_CHARS} printable characters, not {shown(path)}")

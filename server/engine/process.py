@@ -30,7 +30,7 @@ from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
 from model.inputs.words import described
 from server.engine import wire
-from server.engine.adapters import AdapterError, Adapters
+from server.engine.adapters import NONE_OF, AdapterError, Adapters, kind_of
 from server.engine.child_process import end_with_parent
 from server.engine.outbox import ApiServer, Item, Sender, ZmqContext
 from server.engine.weight_changes import WeightChanges
@@ -96,15 +96,11 @@ class BuiltEngine:
                     self.engine.abort(request_id, reason)
             case wire.ResetPrefixCache(reset_external=reset_external):
                 self.engine.reset_prefix_cache(reset_external=reset_external)
-            case wire.ChangePhase(change=wire.LoadAdapter() | wire.UnloadAdapter()):
+            case wire.ChangePhase(change=change) if not isinstance(change, wire.ChangeWeights):
                 if self.adapters is None:
-                    error = "This engine has no LoRA adapters: --enable-lora, or enable_lora=True in Python."
-                    put(wire.Reply(error=error, number=command.number))
+                    put(wire.Reply(error=NONE_OF[kind_of(change)], number=command.number))
                 else:
                     self.adapters.ask(command, put)
-            case wire.ChangePhase(change=wire.LoadModel() | wire.UnloadModel()):
-                error = "This engine has one model only: --models, or models={...} in Python."
-                put(wire.Reply(error=error, number=command.number))
             case wire.ChangePhase() | wire.Pause() | wire.Resume() | wire.UpdateWeights():
                 if self.weights is None:
                     error = "this engine cannot pause or change its weights while it serves"

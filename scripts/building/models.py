@@ -1,0 +1,195 @@
+"""The models of an engine besides its own one: what they are, and where their weights are.
+
+The weights of a model are on the device, in the host's memory, or on the disk only. The batcher decides what is on the
+device (`batcher/scheduling/model_turns.py`). Copies in the host's memory are made when a model first comes to a chip.
+On a CPU there are none by default: the prepared weights of an earlier load are mapped from their file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from batcher.grammar import Grammars
+from batcher.stats import ModelState
+from model.execution.device_memory import host_memory
+from model.execution.host_copy import HostCopy
+from model.inputs.paths import Place, place
+from model.loading.adapter import read_adapter
+from model.loading.hf_format import is_adapter
+from model.loading.merged import MergedWeights
+from model.loading.remote_tensors import readable
+from model.loading.weights_digest import files_of
+from scripts.building.load import Loader, find_kv_scales
+from scripts.building.weights import ChosenWeights, check_alike, choose_weights
+from server.engine.adapters import AdapterError
+from server.engine.wire import LoadedModel
+from server.grammar.matcher import TokenGrammars, vocabulary_of
+from server.text.tokenizer import ByteLevelTokenizer
+
+if TYPE_CHECKING:
+    from model.network.llama import Llama
+    from scripts.building.limits import EnginePlan
+
+GIB = 1 << 30
+HOST_SHARE = 0.5  # of the host's free memory, for copies of weights
+MOST_RANK = 512  # of an adapter that is merged
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A model in the host's memory."""
+
+    structure: Any
+    copies: Any  # a tree of HostCopy
+    kv_scales: np.ndarray | None
+    num_bytes: int
+
+
+class RunnersModels:
+    """The `server.engine.adapters.ModelStore` of this host. Any thread may call it; `weights` takes long.
+
+    Args:
+        plan: the plan of the engine, whose own model all others resemble.
+    """
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self._plan = plan
+        self._lock = Lock()
+        self._loader: Loader | None = None
+        self._chosen: dict[int, ChosenWeights] = {}  # by identity
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()  # the most recently used last
+        asked = plan.settings.models_host_memory
+        if asked is None:
+            self._most_bytes = 0 if plan.device.platform == "cpu" else int(HOST_SHARE * host_memory().free)
+        else:
+            self._most_bytes = int(asked * GIB)
+
+    def read_with(self, loader: Loader) -> None:
+        """Reads weights with this loader from now on. It reports nothing: it reads while requests are served."""
+        self._loader = replace(loader, report=lambda line: None)
+
+    def load(self, path: str) -> int:
+        """Checks the model at `path`, whose weights are read when it first runs. Returns its identity.
+
+        Raises ValueError or OSError if it cannot be used, and AdapterError with status 404 if there is none.
+        """
+        weights = self._choose(path)
+        check_alike(weights, self._plan.weights, path)
+        identity = _identity(weights)
+        with self._lock:
+            self._chosen[identity] = weights
+        return identity
+
+    def forget(self, identity: int) -> None:
+        with self._lock:
+            self._chosen.pop(identity, None)
+            self._kept.pop(identity, None)
+
+    def loaded(self, name: str, identity: int, path: str) -> LoadedModel:
+        """The model under this name, for the HTTP processes."""
+        folder = self._folder(self._chosen[identity])
+        return LoadedModel(
+            name, identity, path, self._plan.chips.limits.max_model_len, "" if folder is None else folder
+        )
+
+    def ends(self, identity: int) -> tuple[tuple[int, ...], Grammars | None]:
+        """The model's end-of-sequence ids and its grammars."""
+        weights = self._chosen[identity]
+        folder, ends = self._folder(weights), weights.eos_token_ids
+        tokenizer = self._plan.tokenizer or self._plan.weights.source.path if folder is None else Path(folder)
+        if tokenizer is None or not ends:
+            return ends, None
+        size = weights.config.vocab_size
+        read = partial(ByteLevelTokenizer.from_folder, tokenizer, vocab_size=size)
+        return ends, TokenGrammars(lambda: vocabulary_of(read(), vocab_size=size, end_ids=ends))
+
+    def states(self) -> Mapping[int, ModelState]:
+        """Where the weights of each model are that is not on the device."""
+        with self._lock:
+            return {model: ModelState.HOST if model in self._kept else ModelState.DISK for model in self._chosen}
+
+    def weights(self, identity: int) -> tuple[Llama, np.ndarray | None]:
+        """The model on the devices, and its K/V scales.
+
+        Raises ValueError or OSError if its files have changed or cannot be read.
+        """
+        with self._lock:
+            weights, kept = self._chosen.get(identity), self._kept.get(identity)
+            if kept is not None:
+                self._kept.move_to_end(identity)
+        if kept is not None:
+            state = jax.tree.map(HostCopy.on_devices, kept.copies, is_leaf=lambda x: isinstance(x, HostCopy))
+            return nnx.merge(kept.structure, state), kept.kv_scales
+        if weights is None:
+            raise ValueError("the model has been unloaded")
+        return self._read(identity, weights)
+
+    def _read(self, identity: int, weights: ChosenWeights) -> tuple[Llama, np.ndarray | None]:
+        loader = self._loader
+        assert loader is not None, "models are brought after the start"
+        if _identity(weights) != identity:
+            raise ValueError(f"{weights.source.weights} has changed since it was loaded: load it again")
+        loaded, spec = loader.read(weights, keeps=True, drafts=False), loader.attention.spec
+        kv_scales = None
+        if spec.has_kv_scales:
+            with loader.runner.expecting_compiles():
+                kv_scales, _ = find_kv_scales(loaded.model, loaded.kv_ranges, spec)
+        self._keep(identity, loaded.model, kv_scales)
+        return loaded.model, kv_scales
+
+    def _keep(self, identity: int, model: Llama, kv_scales: np.ndarray | None) -> None:
+        """Keeps a copy in the host's memory if there is room, in place of the least recently used ones."""
+        structure, state = nnx.split(model)
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+        if size > self._most_bytes:
+            return
+        with self._lock:
+            while sum(kept.num_bytes for kept in self._kept.values()) + size > self._most_bytes:
+                self._kept.popitem(last=False)
+        kept = _Kept(structure, jax.tree.map(HostCopy.of, state), kv_scales, size)
+        with self._lock:
+            if identity in self._chosen:
+                self._kept[identity] = kept
+
+    def _choose(self, path: str) -> ChosenWeights:
+        plan, where = self._plan, place(path, "model")
+        settings = replace(plan.settings, model=path)
+        if not _holds_adapter(where):
+            if isinstance(where, Path) and where.is_absolute() and not where.exists():
+                raise AdapterError(f"model: there is no folder or file {path}", 404)
+            return choose_weights(settings, plan.device.platform)
+        own = plan.weights
+        if own.stored is None:
+            raise ValueError(f"{path} is a LoRA adapter, and the weights of --model are random")
+        adapter = read_adapter(where, own.config, max_rank=MOST_RANK)
+        return replace(own, stored=MergedWeights.of(own.stored, adapter))
+
+    def _folder(self, weights: ChosenWeights) -> str | None:
+        """Where a model's tokenizer is; None: it has that of the engine's own model."""
+        if isinstance(weights.stored, MergedWeights) or weights.source.path is None:
+            return None
+        return str(weights.source.path)
+
+
+def _holds_adapter(where: Place) -> bool:
+    return where.is_dir() and is_adapter(where)
+
+
+def _identity(weights: ChosenWeights) -> int:
+    """A number above 0 and below 2**63 for the weights in these files. It changes when a file does."""
+    facts = [repr((weights.stored, weights.source.name if weights.stored is None else None))]
+    if weights.stored is not None:
+        facts += sorted(f"{file} {readable(file).version()}" for file in files_of(weights.stored))
+    return int.from_bytes(hashlib.sha256("\n".join(facts).encode()).digest()[:8]) >> 1 | 1
