@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import tomllib
+from collections import Counter as Tally
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -21,7 +22,7 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily as Histograms
 from prometheus_client.core import Metric
 
-from batcher.stats import Histogram
+from batcher.stats import Histogram, ModelState
 from server.api.http_counts import HTTP_BOUNDS, MOST_NAMES, OTHERS, HttpCounts, Prefill
 from server.engine.protocol import Engine
 
@@ -116,11 +117,17 @@ class ServerMetrics:
         yield self._each(Gauge, "engine_sleep_state", doc, lambda s: {"awake": not s.missing}, "sleep_state")
         if any(source.info.max_loras for source in self._sources):
             yield from self._adapters()
+        if any(source.info.max_models for source in self._sources):
+            doc, none = "Models, by where their weights are.", dict.fromkeys(ModelState, 0)
+            yield self._each(Gauge, "models", doc, lambda s: none | Tally(s.stats.models.values()), "state")
+            yield from self._figures("models")
         if any(source.stats.offloading.num_places for source in self._sources):
             yield from self._figures("offloading")
-        none = dict.fromkeys(("abort", "error", "length", "stop"), 0)
+        no_ends = dict.fromkeys(("abort", "error", "length", "stop"), 0)
         ended = attrgetter("stats.finished")
-        yield self._each(Counter, "request_success", "Finished requests.", lambda s: none | ended(s), "finished_reason")
+        yield self._each(
+            Counter, "request_success", "Finished requests.", lambda s: no_ends | ended(s), "finished_reason"
+        )
         yield from self._figures("http", [(self._labels, counts)])
         requests = Counter("http_requests", "Responses.", labels=["handler", "method", "status"])
         yield _filled(requests, sorted(counts.responses.items()))

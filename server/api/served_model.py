@@ -98,7 +98,7 @@ class ServedModels:
 
     def __init__(self, settings: Settings, engine: Engine, first: ServedModel) -> None:
         self._settings, self._engine, self._first = settings, engine, first
-        self._read: dict[tuple[int, str], asyncio.Task[ServedModel]] = {}  # by identity and folder, latest use last
+        self._read: dict[LoadedModel, asyncio.Task[ServedModel]] = {}  # the most recently used last
 
     async def find(self, loaded: LoadedModel) -> ServedModel:
         """The model with its files. Raises RequestError 400 if they cannot be used."""
@@ -119,23 +119,24 @@ class ServedModels:
     async def _get(self, loaded: LoadedModel) -> ServedModel:
         if not loaded.folder:
             return self._first.with_weights(loaded)
-        key = loaded.identity, loaded.folder
-        if key not in self._read:
-            there = {model.identity for model in self._engine.models.values()}
-            self._read = {other: read for other, read in self._read.items() if other[0] in there}
-            known = [self._first, *(read.result() for read in self._read.values() if read.done())]
+        if loaded not in self._read:
+            there = {*self._engine.models.values()}
+            self._read = {other: read for other, read in self._read.items() if other in there}
+            known = [
+                self._first,
+                *(read.result() for read in self._read.values() if read.done() and not read.exception()),
+            ]
             tokenizers = [model.tokenizer for model in known]
-            self._read[key] = asyncio.create_task(asyncio.to_thread(self._model, loaded, tokenizers))
-        reading = self._read[key] = self._read.pop(key)
+            self._read[loaded] = asyncio.create_task(asyncio.to_thread(self._model, loaded, tokenizers))
+        reading = self._read[loaded] = self._read.pop(loaded)
         if len(self._read) > MOST_KEPT:
             del self._read[next(iter(self._read))]
         try:
-            own = await asyncio.shield(reading)
+            return await asyncio.shield(reading)
         except (ValueError, OSError):
-            if self._read.get(key) is reading:
-                del self._read[key]
+            if self._read.get(loaded) is reading:
+                del self._read[loaded]
             raise
-        return own if own.name == loaded.name else own.with_weights(loaded)
 
     def _model(self, loaded: LoadedModel, known: Sequence[ByteLevelTokenizer]) -> ServedModel:
         folder, settings = Path(loaded.folder), self._settings

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from batcher.request import Request, RequestOutput
 from batcher.step import WeightsKind
 from model.inputs.words import described, shown
@@ -204,6 +206,7 @@ class Adapters:
         else:
             assert self._models is not None
             found = self._models.loaded(change.name, identity, change.path)
+            found = msgspec.structs.replace(found, load=self._num_changes + 1)
         with self._lock:
             if kind is WeightsKind.MODEL and self._models is not None:
                 self._engine.add_model(identity, *self._models.ends(identity))

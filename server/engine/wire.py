@@ -373,6 +373,7 @@ class LoadedModel(msgspec.Struct, tag=True, frozen=True):
     path: str
     max_model_len: int  # tokens of prompt and output of one request
     folder: str = ""  # of its tokenizer, chat template and generation_config.json; "": those of the engine's own model
+    load: int = 0  # differs if the name is loaded again
 
 
 class Adapters(msgspec.Struct, tag=True):

@@ -103,6 +103,8 @@ export class Dashboard {
     const [ttft, ttft95] = latency("time_to_first_token");
     const [itl, itl95] = latency("inter_token_latency");
     const { running, loaded, swaps } = state.adapters;
+    const models = Object.keys(state.models);
+    const atWork = models.filter((name) => state.models[name] === "running");
     const compiles = tile("Compiles", state.compiles_after_warm_up, "after warm-up");
     compiles.classList.toggle("bad", state.compiles_after_warm_up > 0);
     document.querySelector("#tiles").replaceChildren(...[
@@ -114,6 +116,7 @@ export class Dashboard {
       tile("Prefix hits", percent(share(state.prefix_cache_hits, state.prefix_cache_queries)), "of prompt tokens"),
       state.draft_tokens && tile("Drafts accepted", percent(state.draft_tokens_accepted / state.draft_tokens), `of ${compact(state.draft_tokens)} tokens`),
       state.max_loras && tile("Adapters", running, `running, ${loaded.toLocaleString()} loaded, ${compact(swaps)} swaps`),
+      models.length && tile("Model", atWork.join(", ") || "–", `has the device, of ${models.length} models`),
       tile("Occupancy", percent(share(state.step_tokens, state.step_tokens_padded)), "of step tokens"),
       tile("Preemptions", state.preemptions.toLocaleString(), "since start"),
       compiles,

@@ -83,6 +83,7 @@ class Dashboard(Routes):
     def _snapshot(self, engine: int, last: int, seconds: int) -> dict[str, Any]:
         state, stats = self._state, self._state.engine.stats
         steps = state.engines[engine].stats.recent_steps
+        names = {state.model.name: 0} | {name: model.identity for name, model in state.engine.models.items()}
         return {
             "model": state.model.name,
             "max_model_len": state.engine.info.max_model_len,
@@ -99,6 +100,7 @@ class Dashboard(Routes):
                 "loaded": len(state.engine.adapters),
                 "swaps": stats.num_adapter_loads,
             },
+            "models": {name: stats.models[own] for name, own in names.items() if own in stats.models},
             "preemptions": stats.num_preemptions,
             "compiles_after_warm_up": stats.num_compiles_after_warm_up,
             "step_tokens": stats.step_tokens,

@@ -41,7 +41,8 @@ class ManyModels(StubClient):
             case wire.LoadModel(name=name, path=path) if (Path(path) / "weights").exists():
                 identity = int((Path(path) / "weights").read_text())
                 own = Path(path) / "tokenizer.json"
-                loaded = wire.LoadedModel(name, identity, path, 32, folder=path if own.exists() else "")
+                folder = path if own.exists() else ""
+                loaded = wire.LoadedModel(name, identity, path, 32, folder, load=len(self.asked))
                 self.models = {**self.models, name: loaded}
                 self.stats.models[identity] = ModelState.DISK
                 return wire.Reply(loaded=loaded)
@@ -246,7 +247,11 @@ def test_a_model_that_is_loaded_again_is_read_again(folder, tmp_path):
     before, after = state.engine.submitted
     assert (before.model, after.model) == (21, 23)
     assert len(wire.unpacked(after.prompt)) < len(wire.unpacked(before.prompt))
-    assert [identity for identity, _ in state.models._read] == [23]
+    assert [loaded.identity for loaded in state.models._read] == [23]
+    write_folder(place, template="{{ messages[0]['content'] }}")  # the weights stay
+    assert call(state, "POST", LOAD, json=ask, **ADMIN).status_code == 200
+    post_all(state, CHAT, [HELLO | {"model": "m"}])
+    assert len(wire.unpacked(state.engine.submitted[-1].prompt)) == len(HELLO["messages"][0]["content"])
 
 
 def test_requests_and_tokens_are_counted_by_model(folder):
