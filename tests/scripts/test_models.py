@@ -1,0 +1,269 @@
+"""Several models in one LLM on the CPU: every text is that of its model alone, whatever the others do."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from batcher.request import SamplingParams
+from batcher.stats import ModelState
+from model.loading.adapter import read_adapter
+from scripts.building.stand_in_tokenizer import write_stand_in_tokenizer
+from scripts.lab.demo.export import save_hf
+from scripts.llm import LLM
+from server.engine import wire
+from tests.conftest import COMPILED
+from tests.model import adapters
+from tests.model.driver import tiny_model
+from tests.scripts.test_llm_training import CONFIG, is_greedy, model_of
+
+LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "page_size": 16, "num_pages": 9}
+LIMITS["compile_all_first"] = True  # another thread's programs would count as compiled after the warm-up
+NAMES = ("", "one", "two", "adapted")  # "": the LLM's own model
+PROMPTS = [list(range(40, 40 + length)) for length in (6, 20, 35, 50, 20, 35)]  # chunks, and prefixes of each other
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    "several steps": {"num_scheduler_steps": 3},
+    "8-bit pages": {"kv_cache_dtype": "int8"},
+    "host memory": {"models_host_memory": 1.0},
+    "two chips": {"tensor_parallel_size": 2},
+    "int8 weights": {"quantization": "int8"},
+}
+
+
+class Collected:
+    """The tokens of a request, as the engine sends them."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.last: Future[wire.Output] = Future()
+
+    def on_output(self, output: wire.Output) -> None:
+        self.tokens += output.token_ids
+        if output.finish_reason is not None:
+            self.last.set_result(output)
+
+    def on_tokens(self, token_ids: Sequence[int]) -> None:
+        self.tokens += token_ids
+
+    def on_weight_version(self, version: str) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Folders by name; `merged` is `adapted` with the adapter in its tensors."""
+    place = tmp_path_factory.mktemp("models")
+    found = {name: place / (name or "own") for name in ("", "one", "two", "merged")}
+    for seed, folder in enumerate(found.values()):
+        save_hf(model_of(seed), folder, dtype=jnp.float32)
+        write_stand_in_tokenizer(folder, CONFIG.vocab_size)
+    found["adapted"] = adapters.random_for(place / "adapter", CONFIG, seed=5)
+    tensors = load_file(found[""] / "model.safetensors")
+    weights = read_adapter(found["adapted"], CONFIG, max_rank=8)
+    save_file(adapters.merged(tensors, weights), found["merged"] / "model.safetensors")
+    return found
+
+
+@contextmanager
+def an_llm(folders: dict[str, Path], models: Sequence[str] = (), own: str = "", **settings: Any) -> Iterator[LLM]:
+    if models:
+        settings = {"models": {name: str(folders[name]) for name in models}, "max_resident_models": 2} | settings
+    with LLM(str(folders[own]), device="cpu", compile_cache=str(COMPILED), **LIMITS | settings) as llm:
+        yield llm
+        stats = llm.stats()
+        assert (stats.num_compiles_after_warm_up, stats.integrity_failures, stats.num_pages_used) == (0, 0, 0)
+
+
+def send(llm: LLM, name: str, prompt: Sequence[int], num_tokens: int = 10, number: int = 0) -> Collected:
+    collected = Collected()
+    request = wire.WireRequest(
+        request_id=f"{name} {number}",
+        prompt=wire.packed(prompt),
+        sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
+        model=llm._client.models[name].identity if name else 0,
+    )
+
+    async def submit() -> None:
+        llm._client.submit([(request, collected)])
+
+    llm._thread.run(submit())
+    return collected
+
+
+def ask(llm: LLM, change: wire.NamedChange) -> wire.Reply:
+    return llm._thread.run(llm._client.ask(change))
+
+
+def texts(llm: LLM, names: Sequence[str]) -> dict[str, list[list[int]]]:
+    """The tokens of each prompt with each model. All run at once."""
+    sent = {
+        (name, number): send(llm, name, prompt, number=number)
+        for number, prompt in enumerate(PROMPTS)
+        for name in names
+    }
+    found: dict[str, list[list[int]]] = {name: [] for name in names}
+    for (name, _), collected in sent.items():
+        assert collected.last.result(60).finish_reason == "length", collected.last.result()
+        found[name].append(collected.tokens)
+    return found
+
+
+# --- in one engine and alone ---
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "plain")]
+)
+def test_every_text_is_that_of_its_model_alone(folders, kind: str) -> None:
+    alone = {}
+    settings = {name: value for name, value in KINDS[kind].items() if name != "models_host_memory"}
+    for name in NAMES:
+        with an_llm(folders, own="merged" if name == "adapted" else name, **settings) as llm:
+            alone[name] = texts(llm, ("",))[""]
+    assert len({str(found) for found in alone.values()}) == len(NAMES)
+    with an_llm(folders, NAMES[1:], **KINDS[kind]) as llm:
+        assert texts(llm, NAMES) == alone
+        stats = llm.stats()
+        assert stats.num_models_brought >= len(NAMES) - 1
+        assert sorted(stats.models.values())[-2:] == [ModelState.RESIDENT] * 2
+        off = ModelState.HOST if kind == "host memory" else ModelState.DISK
+        assert sorted(stats.models.values())[:2] == [off] * 2
+        assert texts(llm, NAMES[::-1]) == alone  # from the prefix cache
+    if kind == "plain":
+        for seed, name in enumerate(NAMES[:3]):
+            assert all(is_greedy(model_of(seed), *pair) for pair in zip(PROMPTS, alone[name], strict=True))
+
+
+def test_models_have_their_own_end_tokens_and_names(folders, tmp_path) -> None:
+    place = shutil.copytree(folders["one"], tmp_path / "ends")
+    with an_llm(folders, ("one",)) as llm:
+        tokens = texts(llm, ("one",))["one"][0]
+        (place / "generation_config.json").write_text(f'{{"eos_token_id": {tokens[3]}}}')
+        assert ask(llm, wire.LoadModel("ends", str(place))).error is None
+        model = llm._client.models["ends"]
+        assert (model.path, model.folder, model.max_model_len) == (str(place), str(place), 64)
+        request = send(llm, "ends", PROMPTS[0])
+        assert request.last.result(60).finish_reason == "length"  # ignore_eos
+        collected = Collected()
+        asked = SamplingParams(max_tokens=10, temperature=0.0)
+        wanted = wire.WireRequest("ends", wire.packed(PROMPTS[0]), asked, model=model.identity)
+        llm.on_loop(_submit(llm, wanted, collected)).result()
+        assert collected.last.result(60).finish_reason == "stop"
+        assert collected.tokens == tokens[: tokens.index(tokens[3]) + 1]
+        # Two names of one folder share their weights.
+        assert ask(llm, wire.LoadModel("again", str(place))).loaded.identity == model.identity
+        assert "already" in ask(llm, wire.LoadModel("again", str(place))).error
+        assert ask(llm, wire.UnloadModel("again")).error is None
+        assert send(llm, "ends", PROMPTS[1]).last.result(60).error is None
+        assert ask(llm, wire.UnloadModel("ends")).error is None
+        assert ask(llm, wire.UnloadModel("ends")).status == 404
+        refused = Collected()
+        llm.on_loop(_submit(llm, wanted, refused)).result()
+        assert (refused.last.result(60).status, refused.last.result().param) == (404, "model")
+        assert set(llm._client.models) == {"one"}
+
+
+async def _submit(llm: LLM, request: wire.WireRequest, collected: Collected) -> None:
+    llm._client.submit([(request, collected)])
+
+
+# --- what cannot be used ---
+
+
+def _deeper(folder: Path) -> None:
+    save_hf(tiny_model(3, replace(CONFIG, rope_theta=7.0)), folder, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message", "status"),
+    [
+        (_deeper, "not a model of the same shapes: config rope_theta is 7.0", 400),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"no tensors"), "model.safetensors", 400),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no safetensors files in", 400),
+        (shutil.rmtree, "there is no folder or file", 404),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_refused(folders, tmp_path, spoil: Callable, message: str, status: int) -> None:
+    place = shutil.copytree(folders["one"], tmp_path / "spoilt")
+    spoil(place)
+    with an_llm(folders, ("two",)) as llm:
+        reply = ask(llm, wire.LoadModel("spoilt", str(place)))
+        assert reply.status == status and message in reply.error
+        assert texts(llm, ("two",))["two"]
+
+
+@pytest.mark.parametrize("fault", ["removed", "replaced", "broken"])
+def test_a_file_that_changes_ends_the_requests_of_its_model_only(folders, tmp_path, fault: str) -> None:
+    place = shutil.copytree(folders["one"], tmp_path / "changing")
+    file = place / "model.safetensors"
+    with an_llm(folders | {"changing": place}, ("changing", "two")) as llm:
+        before = texts(llm, ("", "two"))
+        if fault == "removed":
+            file.unlink()
+        elif fault == "replaced":
+            shutil.copyfile(folders["two"] / "model.safetensors", tmp_path / "new")
+            (tmp_path / "new").replace(file)
+        else:
+            file.write_bytes(file.read_bytes()[:5000])
+        broken = send(llm, "changing", PROMPTS[0])
+        assert texts(llm, ("", "two")) == before
+        last = broken.last.result(60)
+        assert last.status == 503 and "the weights of this request's model cannot be read" in last.error
+        if fault == "replaced":
+            assert "has changed since it was loaded" in last.error
+            assert ask(llm, wire.LoadModel("changing", str(place), wire.IfLoaded.REPLACE)).error is None
+            assert texts(llm, ("changing",))["changing"] == before["two"]
+
+
+def test_one_model_refuses_others(folders) -> None:
+    with an_llm(folders) as llm:
+        assert "--models" in ask(llm, wire.LoadModel("one", str(folders["one"]))).error
+
+
+# --- changes of the LLM's own weights ---
+
+
+def test_updates_and_sleep_leave_the_other_models_their_weights(folders) -> None:
+    with an_llm(folders, NAMES[1:]) as llm:
+        before = texts(llm, NAMES)
+        running = send(llm, "one", PROMPTS[0], num_tokens=50)
+        llm.update_weights(nnx.state(model_of(2)), names="own")
+        assert running.last.result(60).finish_reason == "length"
+        assert running.tokens[:10] == before["one"][0]
+        assert texts(llm, NAMES) == before | {"": before["two"]}
+        llm.sleep(level=1)
+        assert set(llm.stats().models.values()) == {ModelState.DISK, ModelState.RESIDENT}
+        waiting = send(llm, "two", PROMPTS[1])
+        llm.wake_up()
+        assert waiting.last.result(60).finish_reason == "length" and waiting.tokens == before["two"][1]
+        llm.sleep(level=2)
+        with pytest.raises(ValueError, match="dropped"):
+            llm.wake_up()
+        llm.update_weights(nnx.state(model_of(0)), names="own")
+        llm.wake_up()
+        assert texts(llm, NAMES) == before
+
+
+@pytest.mark.slow
+def test_a_thousand_changes_leave_no_array_behind(folders) -> None:
+    with an_llm(folders, ("one", "two")) as llm:
+        texts(llm, ("one", "two"))
+        held = len(jax.live_arrays())
+        for number in range(1000):
+            assert send(llm, ("one", "two")[number % 2], PROMPTS[0], 2).last.result(60).error is None
+        assert np.isclose(len(jax.live_arrays()), held, atol=20)
+        assert llm.stats().num_models_brought >= 1000
