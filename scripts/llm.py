@@ -111,6 +111,7 @@ class LLM(EngineForTraining):
         served_model_name: the model's name in request bodies; by default `model`.
         report: is called with the lines of the start-up report.
         settings: the other engine flags by name, such as `max_num_seqs=16` (`scripts.flags.settings.EngineSettings`).
+            `models={"NAME": PATH}` loads more models of the same shape; `generate(..., model="NAME")` asks one.
 
     Raises:
         ValueError: a setting is unknown, or the model is not found or does not fit.
@@ -322,6 +323,8 @@ class LLM(EngineForTraining):
     def _with_adapters(self, bodies: list[dict[str, Any]], requests: LoraRequests) -> list[dict[str, Any]]:
         """The bodies with their adapters as models. Adapters that are not loaded yet are loaded."""
         adapters = adapters_of(requests, len(bodies))
+        if any(adapters) and any("model" in body for body in bodies):
+            raise ValueError("model, lora_request: an adapter changes the model of the LLM, so give one of them")
         for request in dict.fromkeys(filter(None, adapters)):
             if request.lora_name == self.model_name:
                 raise ValueError(f"lora_request: {request.lora_name!r} is the name of the model")
@@ -356,7 +359,7 @@ class LLM(EngineForTraining):
     def _tokenize(self, bodies: Sequence[dict[str, Any]]) -> None:
         """Replaces texts by token ids."""
         bodies = [body for body in bodies if isinstance(body["prompt"], str)]
-        names = ("prompt", "add_special_tokens")
+        names = ("model", "prompt", "add_special_tokens")
         asked = [(TOKENIZE, {name: body[name] for name in names if name in body}) for body in bodies]
         for body, answer in zip(bodies, self._send(asked).wait_or_end(), strict=True):
             body["prompt"] = answer["tokens"]
@@ -387,11 +390,12 @@ class LLM(EngineForTraining):
         ids, asked = params.get("logprob_token_ids"), params.get("logprobs")
         if not ids and asked is None:
             return None
+        tokenizer = self._thread.run(self._state.find_model(params.get("model"))).tokenizer
         num_top, ranked = (len(set(ids)), False) if ids else (int(asked or 0), True)
 
         def read(scored: Sequence[ScoredToken]) -> list[Logprobs]:
             tokens = ((token.token_id, token.scores) for token in scored if token.scores is not None)
-            return logprobs_of([scores_by_id(self._tokens, *token, num_top, ranked=ranked) for token in tokens]) or []
+            return logprobs_of([scores_by_id(tokenizer, *token, num_top, ranked=ranked) for token in tokens]) or []
 
         return read
 

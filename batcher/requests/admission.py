@@ -70,8 +70,6 @@ def make_request_state(
         raise InvalidRequestError("adapter", "this engine runs no LoRA adapters: it was started without --enable-lora")
     if request.model and not capacity.max_models:
         raise InvalidRequestError("model", "this engine has one model only: it was started without --models")
-    if request.model and (request.source is not None or request.keep_as):
-        raise InvalidRequestError("model", "engines exchange the pages of the model that they started with only")
     if request.embeds and capacity.pooling is None:
         raise InvalidRequestError("embeds", "this engine makes no embeddings")
     return RequestState(

@@ -8,6 +8,7 @@ On a CPU there are none by default: the prepared weights of an earlier load are 
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -41,6 +42,8 @@ from server.text.tokenizer import ByteLevelTokenizer
 if TYPE_CHECKING:
     from model.network.llama import Llama
     from scripts.building.limits import EnginePlan
+
+logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 HOST_SHARE = 0.5  # of the host's free memory, for copies of weights
@@ -150,7 +153,8 @@ class RunnersModels:
         return loaded.model, kv_scales
 
     def _keep(self, identity: int, model: Llama, kv_scales: np.ndarray | None) -> None:
-        """Keeps a copy in the host's memory if there is room, in place of the least recently used ones."""
+        """Keeps a copy in the host's memory if there is room, in place of the least recently used ones. Without one the
+        model is read again."""
         structure, state = nnx.split(model)
         size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
         if size > self._most_bytes:
@@ -158,7 +162,11 @@ class RunnersModels:
         with self._lock:
             while sum(kept.num_bytes for kept in self._kept.values()) + size > self._most_bytes:
                 self._kept.popitem(last=False)
-        kept = _Kept(structure, jax.tree.map(HostCopy.of, state), kv_scales, size)
+        try:
+            kept = _Kept(structure, jax.tree.map(HostCopy.of, state), kv_scales, size)
+        except MemoryError:
+            logger.warning("the host's memory has no room for a model, in spite of --models-host-memory")
+            return
         with self._lock:
             if identity in self._chosen:
                 self._kept[identity] = kept

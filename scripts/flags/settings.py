@@ -225,7 +225,7 @@ class EngineSettings:
     )  # fmt: skip
     models_host_memory: float | None = _of_models(
         None, "GiB of the host's memory for the weights of models that are not on the device. Others are read again",
-        unset="half of what is free", metavar="GIB", least=0, most=2**16,
+        unset="half of what is free; on a CPU 0", metavar="GIB", least=0, most=2**16,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -147,6 +147,7 @@ class Options(TypedDict, total=False):
 
     use_tqdm: bool  # shows a bar on stderr
     lora_request: LoraRequests  # the LoRA adapter of all prompts, or one for each; needs `enable_lora=True`
+    model: str | None  # the name of one of the LLM's `models`; None: the LLM's own
     priority: int | None  # of all prompts; a lower one runs sooner
     request_id: str  # of the only prompt
     tokenization_kwargs: Mapping[str, Any] | None  # fields of all request bodies, such as `truncate_prompt_tokens`

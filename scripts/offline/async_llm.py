@@ -54,6 +54,7 @@ class AsyncEngine:
         request_id: str,
         *,
         lora_request: LoRARequest | None = None,
+        model: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the result as it grows, as `SamplingParams.output_kind` says. The last one is `finished`. The request
@@ -64,7 +65,7 @@ class AsyncEngine:
             EngineDeadError: the engine has died.
         """
         kind = getattr(sampling_params, "output_kind", RequestOutputKind.CUMULATIVE)
-        options = Options(request_id=request_id, priority=priority, lora_request=lora_request)
+        options = Options(request_id=request_id, priority=priority, lora_request=lora_request, model=model)
         pending = await asyncio.to_thread(partial(self.llm.enqueue, [prompt], sampling_params, **options))
         self._running[request_id] = pending
         before: list[CompletionOutput] = []

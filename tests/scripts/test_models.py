@@ -22,9 +22,11 @@ from batcher.stats import ModelState
 from model.loading.adapter import read_adapter
 from scripts.building.stand_in_tokenizer import write_stand_in_tokenizer
 from scripts.lab.demo.export import save_hf
-from scripts.llm import LLM
+from scripts.llm import LLM, LoRARequest, RefusedError
 from server.engine import wire
 from tests.conftest import COMPILED
+from tests.demo.test_adapters import FOLDERS, shown
+from tests.demo.test_adapters import LIMITS as DEMO_LIMITS
 from tests.model import adapters
 from tests.model.driver import tiny_model
 from tests.scripts.test_llm_training import CONFIG, is_greedy, model_of
@@ -36,7 +38,6 @@ PROMPTS = [list(range(40, 40 + length)) for length in (6, 20, 35, 50, 20, 35)]  
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-    "several steps": {"num_scheduler_steps": 3},
     "8-bit pages": {"kv_cache_dtype": "int8"},
     "host memory": {"models_host_memory": 1.0},
     "two chips": {"tensor_parallel_size": 2},
@@ -232,6 +233,43 @@ def test_a_file_that_changes_ends_the_requests_of_its_model_only(folders, tmp_pa
 def test_one_model_refuses_others(folders) -> None:
     with an_llm(folders) as llm:
         assert "--models" in ask(llm, wire.LoadModel("one", str(folders["one"]))).error
+
+
+# --- by names ---
+
+
+def test_methods_take_the_name_of_a_model(folders) -> None:
+    greedy = {"temperature": 0, "max_tokens": 10, "ignore_eos": True, "logprobs": 1}
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    with an_llm(folders, NAMES[1:]) as llm:
+        told = texts(llm, NAMES)
+        for name in NAMES:
+            options = {"model": name} if name else {}
+            for results in (llm.generate(prompts, greedy, **options), llm.enqueue(prompts, greedy, **options).wait()):
+                assert [list(result.outputs[0].token_ids) for result in results] == told[name]
+                assert len(results[0].outputs[0].logprobs) == 10
+        with pytest.raises(RefusedError, match="does not exist"):
+            llm.generate("text", greedy, model="nobody")
+        with pytest.raises(ValueError, match="model, lora_request"):
+            llm.generate("text", greedy, model="one", lora_request=LoRARequest("a", 1, str(folders["adapted"])))
+
+
+@pytest.mark.slow
+def test_the_demo_and_its_adapters_as_models_answer_as_the_readme_shows() -> None:
+    lines = shown()
+    models = {name: str(folder) for name, folder in FOLDERS.items()}
+    with LLM(model="demo", compile_cache=str(COMPILED), models=models, **DEMO_LIMITS) as llm:
+        asked = [
+            llm.enqueue([llm_chat_ids(llm, question)], {"temperature": 0, "max_tokens": 64}, model=name)
+            for question, name, _ in lines
+        ]
+        assert [pending.wait()[0].outputs[0].text for pending in asked] == [answer for _, _, answer in lines]
+
+
+def llm_chat_ids(llm: LLM, question: str) -> dict[str, list[int]]:
+    """The prompt of a question as ids."""
+    messages = [{"role": "user", "content": question}]
+    return {"prompt_token_ids": list(llm.chat([messages], {"max_tokens": 1})[0].prompt_token_ids)}
 
 
 # --- changes of the LLM's own weights ---
