@@ -18,6 +18,7 @@ ADMIN_ROUTES = [
     *(("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("POST", "/init_weight_transfer_engine")),
     *(("POST", "/start_weight_update"), ("POST", "/update_weights"), ("POST", "/finish_weight_update")),
     *(("GET", "/get_weight_version"), ("GET", "/weight_info"), ("GET", "/get_world_size")),
+    *(("POST", f"{base}/models/{change}") for base in ("", "/v1") for change in ("load", "unload")),
     *(("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter"), ("POST", "/drain"), ("DELETE", "/drain")),
     ("GET", "/server_info"),
 ]
