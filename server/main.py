@@ -55,8 +55,8 @@ def run(
     Raises:
         OSError: the address is not available, or no folder can hold the engine's sockets. The address is checked before
             anything is loaded; another process may still take it before the server listens.
-        ValueError: the tokenizer, the chat template or the certificate is unusable, there are too few descriptors, or
-            packages for traces are missing.
+        ValueError: the tokenizer or the chat template of a model is unusable, or the certificate, there are too few
+            descriptors, or packages for traces are missing.
         EngineFailedError: the engine cannot start.
     """
     raise_limit()
@@ -114,6 +114,7 @@ async def _serve(
                 starting.cancel()  # a signal came before the engine was ready
                 return EXIT_OK
             await starting
+            await state.models.read_all()
             state.tracer = tracer
             server = HttpServer(create_app(state), settings, max_connections, tls)
             async with contextlib.nullcontext() if tls is None else tls.refreshed():

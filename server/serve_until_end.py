@@ -46,10 +46,8 @@ async def serve(
 ) -> int:
     """Serves `listener`, which must listen already, until `ending` or the engine's death. Returns the exit code.
 
-    After `ending.stop` running requests may finish within `settings.grace_period_s`. Raises ValueError if the tokenizer
-    or the chat template of a further model is unusable.
+    After `ending.stop` running requests may finish within `settings.grace_period_s`.
     """
-    await state.models.read_all()
     gc.freeze()  # a full collection of what the start has made would stop all streams for 50 ms
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     recording = asyncio.create_task(state.history.record()) if state.settings.ui else None

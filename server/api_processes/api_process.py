@@ -126,6 +126,8 @@ class _ApiProcess:
             app = create_app(state)
             if not await self._engine_is_ready(engine):
                 return EXIT_OK
+            if not args.replaces:  # later, a model without its files is no reason not to serve the others
+                await state.models.read_all()
             asked = settings.max_connections
             own = None if asked is None else -(-asked // settings.api_server_count)
             server = HttpServer(app, settings, connection_limit(own), tls)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from model.loading.source import DEMO_FOLDER
-from tests.e2e.conftest import ADMIN_KEY, DemoServer, serve_exported
+from tests.e2e.conftest import ADMIN_KEY, ROOT, DemoServer, serve_exported
 from tests.server.support.api_processes import through_each
 from tests.server.support.requests import CHAT, wait_until
 
@@ -179,6 +181,32 @@ def test_a_model_whose_file_is_removed_is_refused_and_others_go_on(server, http,
     assert (answer.status_code, "\n" in answer.json()["error"]["message"]) == (503, False)
     assert told(http, "demo") == alone
     assert http.post(UNLOAD, json={"model": "changing"}).status_code == 200
+
+
+def test_a_process_that_takes_anothers_place_serves_what_can_be_served(server, http, folder):
+    place = write_full(folder / "unreadable", "pirate")
+    with through_each(server, headers=ADMIN) as clients:
+        assert all(told(client, "unreadable") for client in clients)
+    (place / "tokenizer.json").write_text("{")
+    killed = server.engine_processes()[1]
+    killed.kill()
+    assert killed.wait(30) != 0
+    wait_until(lambda: len(server.engine_processes()) == 3)
+    with through_each(server, headers=ADMIN) as (old, new):
+        assert told(old, "demo") == told(new, "demo")
+        assert told(old, "unreadable")
+        assert "unreadable/tokenizer.json is not a tokenizer" in told(new, "unreadable", 400)
+    assert http.post(UNLOAD, json={"model": "unreadable"}).status_code == 200
+
+
+def test_a_start_with_a_model_without_a_tokenizer_fails_in_a_line(engine_flags, tmp_path):
+    place = write_full(tmp_path / "unreadable", "pirate")
+    (place / "tokenizer.json").write_text("{")
+    command = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0", *engine_flags]
+    ended = subprocess.run([*command, "--models", f"x={place}"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert f"--models x={place}: {place}/tokenizer.json is not a tokenizer that can be read" in line
 
 
 def test_the_lines_of_a_batch_name_different_models(server, http):
