@@ -277,8 +277,6 @@ class EngineSettings:
                 message = f"{folder}: there is no such folder on this machine"
                 raise ValueError(f"{flag_name(EngineSettings, name)} {message}")
         named_models(self.models or ())
-        if self.has_models and self.scheduling == "static":
-            raise ValueError("--models needs --scheduling continuous: a static batch is of one model")
 
     @property
     def weight_form(self) -> str | None:
