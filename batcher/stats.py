@@ -110,6 +110,7 @@ class EngineStats:
     running_of_models: dict[int, int] = field(default_factory=dict)  # identity -> requests that run
     waiting_of_models: dict[int, int] = field(default_factory=dict)  # identity -> requests that wait
     recent_steps: list[StepRecord] = field(default_factory=list)  # a sample of the last seconds' steps
+    sleep_states: dict[str, int] = field(default_factory=lambda: {"awake": 1})  # vLLM's name -> 1: it is in this state
     # counters
     num_preemptions: int = 0
     num_adapter_loads: int = 0  # LoRA adapters written into adapter slots

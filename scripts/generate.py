@@ -193,6 +193,8 @@ def main(argv: list[str] | None = None) -> int:
                 "--models": list(map(str, settings.named_models)),
                 "--models-folder": str(settings.models_folder),
             }
+        if settings.revision is not None:
+            answering["--revision"] = settings.revision
         if settings.enable_lora:
             answering |= {
                 "--lora-modules": list(map(str, settings.adapters)),

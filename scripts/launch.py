@@ -18,7 +18,7 @@ from pathlib import Path
 from model.inputs.json_file import read_text
 from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.words import report_lines
-from model.loading.source import DEMO, Kind, ModelSource, resolve
+from model.loading.source import DEMO, Kind, ModelSource
 from scripts.building.device import runs_on_tpu
 from scripts.building.replicas import replicas_of
 from scripts.building.stand_in_tokenizer import tokenizer_folder
@@ -172,11 +172,11 @@ def main(argv: list[str] | None = None, router: Router | None = None) -> int:
             logger.info("%s", line)
         engine = EngineSettings.from_namespace(args)
         cluster = cluster_of(args, os.environ, has_tpu=lambda: runs_on_tpu(engine))
-        source = resolve(engine.model, weights=engine.load_format != "dummy")
-        if source.kind is Kind.HUB:
-            engine = dataclasses.replace(engine, model=str(source.path))  # downloaded once, by this process
+        source = engine.source()
+        if source.kind is Kind.HUB:  # downloaded once, by this process
+            engine = dataclasses.replace(engine, model=str(source.path), revision=None)
         with ScratchFolder() as spare:
-            tokenizer = tokenizer_folder(args.tokenizer, source, spare.path)
+            tokenizer = tokenizer_folder(args.tokenizer, source, spare.path, args.tokenizer_revision)
             settings = server_settings(args, source, tokenizer)
             served = ServedSettings(engine=engine, tokenizer=tokenizer, cluster=cluster, host=settings.host)
             say(f"pallas-serve {settings.version}: {args.model}")

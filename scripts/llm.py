@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Never, Self, Unpack
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -37,7 +37,6 @@ from batcher.errors import EngineDeadError
 from batcher.request import LogprobsMode
 from batcher.stats import EngineStats
 from model.inputs.paths import place
-from model.loading.source import resolve
 from scripts.building.build import build
 from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.flags.lora import check_names_differ
@@ -107,7 +106,8 @@ class LLM(EngineForTraining):
 
     Args:
         model: the value of the server's `--model`.
-        tokenizer: a folder, here or in a bucket, with a tokenizer that replaces the model's own.
+        tokenizer: a folder, here or in a bucket, or a hub name, with a tokenizer that replaces the model's own.
+        tokenizer_revision: the branch, tag or commit of the tokenizer on the hub.
         served_model_name: the model's name in request bodies; by default `model`.
         report: is called with the lines of the start-up report.
         settings: the other engine flags by name, such as `max_num_seqs=16` (`scripts.flags.settings.EngineSettings`).
@@ -122,6 +122,7 @@ class LLM(EngineForTraining):
         model: str = "demo",
         *,
         tokenizer: str | Path | None = None,
+        tokenizer_revision: str | None = None,
         served_model_name: str | None = None,
         report: Callable[[str], None] = lambda line: None,
         **settings: Any,
@@ -131,9 +132,9 @@ class LLM(EngineForTraining):
         self.model_name = served_model_name or model
         check_names_differ(self.settings.named_models, self.settings.adapters, (self.model_name,))
         asked = None if tokenizer is None else place(tokenizer, "tokenizer")
-        source = resolve(model, weights=self.settings.load_format != "dummy")
+        source = self.settings.source()
         with ScratchFolder() as spare:
-            folder = tokenizer_folder(asked, source, spare.path)
+            folder = tokenizer_folder(asked, source, spare.path, tokenizer_revision)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
             self._tokens = tokens
             engine, built, adapters = build(self.settings, report, lambda vocab_size: tokens, tokenizer_folder=folder)
@@ -229,6 +230,13 @@ class LLM(EngineForTraining):
         queries, others = found[: len(first)], found[len(first) :]
         return [scored(query, other) for query, other in zip(cycle(queries), others, strict=False)]
 
+    def classify(self, prompts: Prompts, *args: Any, **options: Any) -> Never:
+        """Raises ValueError, because the model has no classes."""
+        raise ValueError(
+            "classify: the model has no classes. generate() tells the probabilities of labels, with SamplingParams("
+            "max_tokens=1, logprob_token_ids=[...])"
+        )
+
     def beam_search(
         self, prompts: Prompts, params: BeamSearchParams, lora_request: LoraRequests = None, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
@@ -280,7 +288,7 @@ class LLM(EngineForTraining):
 
     def stats(self) -> EngineStats:
         """The engine's counters and gauges, as on the server's `/metrics`."""
-        return self.engine.stats()
+        return self._client.stats
 
     def close(self) -> None:
         """Ends pending requests, the engine and its threads. May be called again."""

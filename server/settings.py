@@ -264,6 +264,9 @@ class Settings:
     enable_force_include_usage: bool = _of_requests(
         False, "Every chunk of a stream has the usage so far, asked for or not",
     )  # fmt: skip
+    return_tokens_as_token_ids: bool = _of_requests(
+        False, "Log-probabilities name tokens as `token_id:97`, unless a request says no",
+    )  # fmt: skip
     strict_fields: bool = _of_requests(False, "A request with an unknown field is refused, not only logged")
     queue_timeout_s: float | None = _of_requests(
         None, "Seconds that a request may wait for its first step before it is answered 503", unset="any time",

@@ -123,6 +123,19 @@ def local_folder(folder: Place) -> Path:
     return fetched_folder(folder, COPIES) if isinstance(folder, RemotePath) else folder
 
 
+def small_files(name: str, revision: str | None = None) -> Path:
+    """A folder of this machine with the small files of a folder, here or in a bucket, or of a hub name.
+
+    Raises ValueError if there is none, or if a revision is given of what is not on the hub.
+    """
+    where = place(name, "tokenizer")
+    if _HUB_NAME.fullmatch(name) and not where.exists():
+        return _from_hub(name, revision, SMALL_FILES)
+    if revision is not None:
+        raise ValueError(f"a revision is for hub names only: {revision=} {name=}")
+    return local_folder(where)
+
+
 def local_file(file: Place) -> Path:
     """A file of this machine with the content of `file`. The other parts of a split GGUF file are next to it."""
     return fetched_parts(parts_of(file), COPIES) if isinstance(file, RemotePath) else file

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from model.inputs.paths import Place
-from model.loading.source import ModelSource, local_folder
+from model.loading.source import ModelSource, small_files
 from server.text.tiktoken_model import special_tokens
 
 # Llama 3's format of turns.
@@ -23,10 +23,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def tokenizer_folder(asked: Place | None, source: ModelSource, spare: Path) -> Path:
-    """The folder of the tokenizer: `asked`, the model's own, or, for a preset, a stand-in in the folder `spare`."""
-    if asked is not None:
-        return local_folder(asked)
+def tokenizer_folder(asked: Place | None, source: ModelSource, spare: Path, revision: str | None = None) -> Path:
+    """The folder of the tokenizer: `asked`, the model's own, or, for a preset, a stand-in in the folder `spare`. With
+    `revision` it is that of the hub."""
+    if asked is not None or revision is not None:
+        return small_files(source.name if asked is None else str(asked), revision)
     if source.path is not None:
         return source.path
     write_stand_in_tokenizer(spare, source.config.vocab_size)

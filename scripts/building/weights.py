@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from model.config import LlamaConfig
-from model.loading.source import ModelSource, resolve
+from model.loading.source import ModelSource
 from model.loading.stored_weights import StoredWeights, find_weights
 from model.loading.weights import random_weights
 from model.network.llama import Llama
@@ -80,7 +80,7 @@ def choose_weights(settings: EngineSettings, platform: str, tokenizer: Path | No
     Args:
         tokenizer: the argument of `find_end_tokens`.
     """
-    source = resolve(settings.model, weights=settings.load_format != "dummy")
+    source = settings.source()
     if settings.quantization in STORED_METHODS and source.quant_method != settings.quantization:
         held = source.quant_method or "not quantised"
         raise ValueError(f"--quantization {settings.quantization}: the checkpoint is {held}; leave the flag out")

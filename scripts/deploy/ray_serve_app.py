@@ -31,7 +31,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Scope
 
 from model.inputs.words import report_lines
-from model.loading.source import resolve
 from scripts import launch
 from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.deploy.affinity import prompt_of
@@ -103,9 +102,9 @@ class Replica:
     async def __init__(self, flags: str) -> None:  # type: ignore[misc]  # Ray awaits it
         args = launch.parse(shlex.split(flags))
         engine = EngineSettings.from_namespace(args)
-        source = resolve(engine.model, weights=engine.load_format != "dummy")
+        source = engine.source()
         self._folder = tempfile.TemporaryDirectory()
-        tokenizer = tokenizer_folder(args.tokenizer, source, Path(self._folder.name))
+        tokenizer = tokenizer_folder(args.tokenizer, source, Path(self._folder.name), args.tokenizer_revision)
         settings = launch.server_settings(args, source, tokenizer)
         served = ServedSettings(engine=engine, tokenizer=tokenizer)
         self._engine = RemoteEngine.spawn(launch.ENGINE, served, report=lambda line: logger.info(report_lines(line)))

@@ -69,7 +69,11 @@ class ServeFlags:
         choices=REASONING_FORMATS,
     )  # fmt: skip
     tokenizer: Place | None = _of_requests(  # noqa: RUF009
-        None, "A folder with the tokenizer", unset="the model's own", metavar="DIR",
+        None, "A folder or a Hugging Face name with the tokenizer", unset="the model's own", metavar="DIR",
+    )  # fmt: skip
+    tokenizer_revision: str | None = _of_requests(
+        None, "The branch, tag or commit of the tokenizer on the Hugging Face hub", unset="the newest commit",
+        metavar="REF",
     )  # fmt: skip
     chat_template: Place | None = _of_requests(  # noqa: RUF009
         None, "A Jinja file in place of the model's chat templates", unset="the model's own", metavar="FILE",

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from batcher.config import DEFAULT_MAX_WAITING, DEFAULT_PIPELINE_DEPTH
 from batcher.request import LogprobsMode, Pooling
 from model.inputs.paths import place
-from model.loading.source import DEMO
+from model.loading.source import DEMO, ModelSource, resolve
 from model.quantization.checkpoint_form import STORED_METHODS
 from model.quantization.forms import FORM_NAMES
 from scripts.flags.compatibility import TABLE, log_warnings
@@ -59,6 +59,9 @@ class EngineSettings:
     model: str = _of_model(
         DEMO, "A checkpoint folder, a GGUF file, a Hugging Face name, a folder in a bucket, or preset:NAME with "
         "--load-format dummy",
+    )  # fmt: skip
+    revision: str | None = _of_model(
+        None, "The branch, tag or commit of a model of the Hugging Face hub", unset="the newest commit", metavar="REF",
     )  # fmt: skip
     load_format: str = _of_model(
         "auto", "The form of the weights. `auto` finds it, `dummy` draws random weights on the device",
@@ -277,6 +280,10 @@ class EngineSettings:
                 message = f"{folder}: there is no such folder on this machine"
                 raise ValueError(f"{flag_name(EngineSettings, name)} {message}")
         named_models(self.models or ())
+
+    def source(self) -> ModelSource:
+        """The model. Its files are downloaded first if it is on the hub. Raises ValueError if there is none."""
+        return resolve(self.model, revision=self.revision, weights=self.load_format != "dummy")
 
     @property
     def weight_form(self) -> str | None:

@@ -22,7 +22,6 @@ import numpy as np
 from batcher.engine import Engine
 from batcher.request import Request, SamplingParams
 from model.inputs.paths import local_path
-from model.loading.source import resolve
 from scripts.building.runner import Built, build_runner
 from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.flags.errors import add_debug_flag, run_command
@@ -132,7 +131,7 @@ def under_a_grammar(requests: Sequence[Request]) -> list[Request]:
 
 def grammars_of(built: Built) -> TokenGrammars:
     """Grammars over the tokens of the model's tokenizer, or of a stand-in."""
-    source = resolve(built.plan.settings.model, weights=built.plan.settings.load_format != "dummy")
+    source = built.plan.settings.source()
     with ScratchFolder() as spare:
         size = built.info.vocab_size
         tokenizer = ByteLevelTokenizer.from_folder(tokenizer_folder(None, source, spare.path), vocab_size=size)

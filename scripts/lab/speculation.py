@@ -87,7 +87,7 @@ def settings_with_drafts(args: argparse.Namespace) -> EngineSettings:
 
 def prompts(settings: EngineSettings, vocab_size: int, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """The token ids of each text."""
-    source = resolve(settings.model, weights=settings.load_format != "dummy")
+    source = settings.source()
     with ScratchFolder() as spare:
         folder: Path = tokenizer_folder(None, source, spare.path)
         tokenizer = ByteLevelTokenizer.from_folder(folder, vocab_size=vocab_size)

@@ -50,7 +50,7 @@ class InProcessEngine(EngineClient):
 
     @property
     def stats(self) -> EngineStats:
-        return self._built.engine.stats()
+        return self._built.stats()
 
     @property
     def death(self) -> str | None:

@@ -8,8 +8,9 @@ llm.update_weights(nnx.state(model), names="own")    # the next token is of thes
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -158,11 +159,30 @@ class EngineForTraining:
         if loaded:
             self.update_weights(loaded)
 
-    def collective_rpc(self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> None:
-        """Raises NotImplementedError."""
-        raise NotImplementedError(
-            f"collective_rpc({method!r}): no worker runs methods by name. New weights come by update_weights(arrays)"
-        )
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls `load_weights` or `update_weights`, or a function, which gets the worker first. Returns a list with the
+        result, because there is one worker.
+
+        Raises:
+            NotImplementedError: a method of another name. TRL goes on then with the weights that it has given.
+        """
+        if callable(method):
+            method = partial(method, self.llm_engine.model_executor.driver_worker)
+        elif method in ("load_weights", "update_weights"):
+            method = getattr(self, method)
+        else:
+            raise NotImplementedError(
+                f"collective_rpc({method!r}): workers have load_weights and update_weights only, and join no group of "
+                "processes. Gather each array, and give it to load_weights([(name, array)]), or all of them to "
+                "update_weights(arrays)"
+            )
+        return [method(*args, **(kwargs or {}))]
 
     def pause(self, mode: Requests = "abort", *, clear_cache: bool = True) -> None:
         """Holds all requests until `resume`. New requests wait.

@@ -113,8 +113,6 @@ class ServerMetrics:
         yield self._each(Gauge, "attention_backend_failures", doc, lambda s: len(s.info.attention.failures))
         doc = "1: in use. 0: cannot be used here, or failed its self-test."
         yield self._each(Gauge, "attention_backend", doc, _backends, "backend")
-        doc = "1: the engine is in this state."
-        yield self._each(Gauge, "engine_sleep_state", doc, lambda s: {"awake": not s.missing}, "sleep_state")
         if any(source.info.max_loras for source in self._sources):
             yield from self._adapters()
         if any(source.info.max_models for source in self._sources):

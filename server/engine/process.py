@@ -77,6 +77,13 @@ class BuiltEngine:
         for changeable in self._changeable:
             changeable.listen(put)
 
+    def stats(self) -> EngineStats:
+        """The engine's statistics as they are now."""
+        stats = self.engine.stats()
+        if self.weights is not None:
+            stats.sleep_states = self.weights.sleep_states
+        return stats
+
     def tell(self, put: Callable[[wire.Event], None]) -> None:
         """Tells a new HTTP process of the adapters and the weights."""
         for changeable in self._changeable:
@@ -230,7 +237,7 @@ def _serve(context: ZmqContext, commands: str, built: BuiltEngine, sender: Sende
     try:
         while engine.death is None:
             if time.monotonic() >= next_stats:
-                stats = engine.stats()
+                stats = built.stats()
                 sender.put(wire.Stats(stats))
                 if stats.num_programs_to_come != num_programs_to_come:
                     num_programs_to_come = stats.num_programs_to_come

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the HTTP process does without numpy
     from batcher.engine import Engine
 
 NONE_BEGUN = "no update of the weights has begun: POST /start_weight_update begins one"
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # of vLLM's metric, by the level of the sleep
 TO_END = "POST /finish_weight_update ends it, and serves its arrays only if all have come"
 
 
@@ -79,10 +80,17 @@ class WeightChanges:
         self._lock = threading.Lock()  # of the version, and of the order in which versions are told
         self._version = wire.DEFAULT_VERSION
         self._num_updates = 0
+        self._sleep_level = 0  # 0: the weights are on the devices
         self._is_updating = False
         self._sources: list[wire.WeightsSource] = []  # of the update
         self._prepared: wire.ChangeWeights | None = None  # no step runs until it is committed or abandoned
         self._decide_by = math.inf  # by the monotonic clock; the prepared change is abandoned then
+
+    @property
+    def sleep_states(self) -> dict[str, int]:
+        """`EngineStats.sleep_states`."""
+        only_pages = bool(self._weights.missing) and not self._sleep_level
+        return {state: int(i == self._sleep_level and not only_pages) for i, state in enumerate(SLEEP_STATES)}
 
     def listen(self, put: Callable[[wire.Event], None]) -> None:
         """Registers `put`, which sends an event. Called from any thread; events of one thread keep their order."""
@@ -195,6 +203,10 @@ class WeightChanges:
         finally:
             if change.change is wire.WeightsChange.UPDATE:
                 self._end_update()
+        if change.change is wire.WeightsChange.SLEEP:
+            self._sleep_level = max(self._sleep_level, change.level)
+        elif wire.WEIGHTS not in self._weights.missing:
+            self._sleep_level = 0
         if change.change is wire.WeightsChange.UPDATE:
             self._num_updates += 1
             self._set_version(change.version or str(self._num_updates))

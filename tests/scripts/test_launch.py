@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
+from model.loading import hub
 from model.loading.source import resolve
 from scripts import launch
 from scripts.building.limits import long_prompts
@@ -403,6 +404,30 @@ def test_adapters_and_models_that_cannot_be_are_refused_at_the_start(flags, word
 def test_roles_that_cannot_be_are_refused_at_the_start(flags, words, capsys):
     assert launch.main(flags) == 2
     assert words in capsys.readouterr().err
+
+
+def test_revisions_are_those_of_the_hub(monkeypatch, model_folder, capsys):
+    asked, started = [], []
+
+    def snapshot_download(name, *, revision, **patterns):
+        asked.append((name, revision))
+        return str(model_folder)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(launch, "run", lambda settings, engine, served, **options: started.append(served) or 0)
+    common = ["--load-format", "dummy", "--device", "cpu"]
+    assert launch.main(["o/m", "--revision", "v1", "--tokenizer", "o/t", "--tokenizer-revision", "v2", *common]) == 0
+    assert launch.main(["o/m", "--tokenizer-revision", "v3", *common]) == 0
+    assert asked == [("o/m", "v1"), ("o/t", "v2"), ("o/m", None), ("o/m", "v3")]
+    (first, _) = started
+    assert (first.engine.model, first.engine.revision, first.tokenizer) == (str(model_folder), None, model_folder)
+    for flag, value in (("--revision", "v1"), ("--tokenizer-revision", "v2")):
+        assert launch.main([str(model_folder), flag, value, *common]) == 2
+        assert f"is for hub {'models' if flag == '--revision' else 'names'} only: revision={value!r}" in (
+            capsys.readouterr().err
+        )
+    EngineSettings.from_keywords(model="o/m", revision="v4", load_format="dummy").source()
+    assert asked[-1] == ("o/m", "v4")
 
 
 def test_short_names_of_vllm():

@@ -47,14 +47,25 @@ def scores(seed: int, ids: list[int], temperature: float = 1.0) -> np.ndarray:
     return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
 
 
+def extension_method(worker, name: str, array: object) -> str:
+    worker.model_runner.model.load_weights(weights=[(name, array)])
+    return name
+
+
 def test_trl_syncs_weights_and_reads_ranked_log_probabilities(llm):
     worker = llm.llm_engine.model_executor.driver_worker.model_runner
     for seed in (1, 0):
         llm.sleep(level=2)
         llm.wake_up(tags=["weights"])
         params = {path: jnp.asarray(value) for path, value in flat(model_of(seed)).items()}
-        for name, array in hf_tensors(CONFIG, params, dtype=jnp.float32).items():
-            worker.model.load_weights([(name, array)])
+        for i, (name, array) in enumerate(hf_tensors(CONFIG, params, dtype=jnp.float32).items()):
+            match i % 3:
+                case 0:
+                    worker.model.load_weights([(name, array)])
+                case 1:
+                    assert llm.collective_rpc("load_weights", args=([(name, array)],)) == [None]
+                case _:
+                    assert llm.collective_rpc(extension_method, kwargs={"name": name, "array": array}) == [name]
         llm.reset_prefix_cache()
         with pytest.raises(NotImplementedError, match=r"reload_weights.*update_weights\(arrays\)"):
             llm.collective_rpc("reload_weights")
@@ -99,7 +110,7 @@ def test_openrlhf_rolls_out(engine):
         prompt, final = TokensPrompt(prompt_token_ids=PROMPT), None
         async for output in engine.generate(prompt, deepcopy(params), request_id=vllm.random_uuid()):
             final = output
-        with pytest.raises(NotImplementedError, match="update_weights"):
+        with pytest.raises(NotImplementedError, match="init_process_group.*join no group.*update_weights"):
             await engine.collective_rpc("init_process_group", args=("127.0.0.1", 1, 1, 2, "g", "nccl", False))
         return final
 
@@ -207,5 +218,7 @@ def test_what_else_is_called(llm, make_llm):
         assert scored[0].prompt_token_ids == one.prompt_token_ids + two.prompt_token_ids
         with pytest.raises(ValueError, match="data_1: one prompt, or as many as data_2, 1, not 2"):
             other.score(["a", "b"], "a")
-        with pytest.raises(vllm.RefusedError, match="task: "):
+        with pytest.raises(vllm.RefusedError, match="task: .*logprob_token_ids"):
             other.encode("a", pooling_task="classify")
+    with pytest.raises(ValueError, match="classify: the model has no classes.*logprob_token_ids"):
+        llm.classify(["a"], use_tqdm=False)

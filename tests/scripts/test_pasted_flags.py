@@ -137,6 +137,8 @@ def test_forms_of_values(flags, settings):
         ("--speculative-config {} --speculative-config.method ngram", "give one form only"),
         ("--hf-overrides.rope_theta 1e6", "--hf-overrides: the checkpoint's config is served as it is"),
         ("--task classify", "--task: text is generated (auto, generate)"),
+        ("--runner pooling --convert classify", "requests classify by `logprob_token_ids`"),
+        ("--worker-extension-cls a.B", "a trainer gives its arrays to `LLM.load_weights` or `LLM.update_weights`"),
         ("--quantization bitsandbytes", "invalid choice: 'bitsandbytes' (choose from"),
         ("--max-model-len", "--max-model-len: expected one argument"),
     ],

@@ -165,7 +165,7 @@ def size_up(
     from scripts.building.weights import choose_dtype, choose_quantization, choose_rounding
 
     platform, chip = target.platform, target.chip
-    source = resolve(settings.model, weights=False)
+    source = resolve(settings.model, revision=settings.revision, weights=False)
     config, stored = source.config, None
     if settings.load_format != "dummy" and source.weights is not None and has_weights(source.weights):
         stored = find_weights(source.weights, config, settings.load_format)

@@ -85,7 +85,9 @@ async def check_generation(
         every_token=bool(body.ignore_eos),
         token_ids=bool(body.return_token_ids),
         sampled_logprobs=bool(body.sampled_logprobs),
-        names_are_ids=bool(body.return_tokens_as_token_ids),
+        names_are_ids=state.settings.return_tokens_as_token_ids
+        if body.return_tokens_as_token_ids is None
+        else body.return_tokens_as_token_ids,
         asked_ids=bool(body.logprob_token_ids),
         logprobs_by_id=bool(body.return_logprobs_by_id),
         weight_versions=bool(body.return_weight_versions),

@@ -121,7 +121,11 @@ class EmbeddingRoutes(Routes):
     @route("POST /classify")
     async def classify(self, request: Request) -> Response:
         """Is not supported: it answers 404."""
-        message = "The model has no classes. /score and /rerank compare texts (--enable-embeddings)."
+        message = (
+            "The model has no classes. /v1/completions tells the probabilities of labels that a prompt asks for: give "
+            "their tokens as `logprob_token_ids`, with `max_tokens` 1. /score and /rerank compare texts "
+            "(--enable-embeddings)."
+        )
         raise RequestError(404, message, type=NOT_FOUND)
 
     def check_served(self) -> None:

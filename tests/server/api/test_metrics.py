@@ -144,13 +144,14 @@ def test_what_the_server_counts_itself():
 
 
 def test_a_dead_engine_is_seen_and_one_that_sleeps():
-    metrics = metrics_of(EngineStats())
-    awake = (*LABELS, ("sleep_state", "awake"))
+    stats = EngineStats()
+    metrics = metrics_of(stats)
+    awake, dropped = ((*LABELS, ("sleep_state", state)) for state in ("awake", "discard_all"))
     assert samples(metrics)["pallas_serve:engine_sleep_state"] == {awake: 1}
-    metrics._sources[0].death, metrics._sources[0].missing = "killed", frozenset({"weights"})
+    metrics._sources[0].death, stats.sleep_states = "killed", {"awake": 0, "discard_all": 1}
     found = samples(metrics)
     assert found["pallas_serve:engine_alive"] == {LABELS: 0}
-    assert found["pallas_serve:engine_sleep_state"] == {awake: 0}
+    assert found["pallas_serve:engine_sleep_state"] == {awake: 0, dropped: 1}
 
 
 def test_the_usage_of_few_keys_has_their_names():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from server.api.answers.logprobs import FLOOR
+from server.engine import wire
 from tests.server.conftest import REPLY
 from tests.server.support.echo_engine import sampled_logprob
+from tests.server.support.stub_app import StubClient, post_all, state_of
 from tests.server.support.tokenizers import BOS, END_HEADER, EOT, START_HEADER
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -163,6 +165,14 @@ def test_tokens_are_named_by_their_ids_in_log_probabilities(scripted, stream):
     parts = [c["logprobs"] for a in answers for c in a["choices"] if c["logprobs"]]
     assert [name for part in parts for name in part["tokens"]] == names
     assert [name for part in parts for top in part["top_logprobs"] for name in top] == names
+
+
+def test_a_server_may_name_tokens_by_their_ids():
+    output = wire.Output("", [97], "length", logprobs=[wire.Logprobs.packed(-0.5, [97], [-0.5], 1)])
+    state = state_of(StubClient(output), return_tokens_as_token_ids=True)
+    bodies = [{"prompt": "a", "logprobs": 1, "return_tokens_as_token_ids": asked} for asked in (None, False)]
+    tokens = [answer.json()["choices"][0]["logprobs"]["tokens"] for answer in post_all(state, COMPLETIONS, bodies)]
+    assert tokens == [["token_id:97"], ["a"]]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -52,6 +52,7 @@ def test_a_balancer_gets_the_load(stream):
     [
         *((path, "--enable-embeddings") for path in ("/v1/embeddings", "/pooling", "/score", "/v1/score", "/classify")),
         *((path, "--enable-embeddings") for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        ("/classify", "logprob_token_ids"),
         *(("/v1/files", "--batch-folder"), ("/v1/batches", "--batch-folder")),
         *(("/chat/completions", "/v1/chat/completions"), ("/v1/pooling", "/pooling"), ("/generate", "/openapi.json")),
     ],

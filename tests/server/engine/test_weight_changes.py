@@ -327,6 +327,13 @@ def test_each_mode_of_a_pause_does_its_own_with_what_runs():
     run(work())
 
 
+async def state(client: RemoteEngine, name: str | None) -> None:
+    """Waits until the statistics tell that the engine is in this state and in no other."""
+    expected = {each: int(each == name) for each in ("awake", "weights_offloaded", "discard_all")}
+    while client.stats.sleep_states != expected:
+        await asyncio.sleep(0.01)
+
+
 def test_a_pause_that_waits_is_ended_by_a_resume():
     async def work() -> None:
         async with engine(held_at=8) as client:
@@ -334,13 +341,21 @@ def test_a_pause_that_waits_is_ended_by_a_resume():
             running = ask(client, "a")
             await running.until(3)
             await pause_there(client, PauseMode.KEEP)
+            await state(client, "awake")
             await change(client, ChangeWeights(WeightsChange.SLEEP))  # now it cannot end
+            await state(client, "weights_offloaded")
             error, _ = await asyncio.gather(refusal(change(client, Pause(PauseMode.WAIT))), change(client, Resume()))
             assert "resumed" in error and not client.is_paused
             await change(client, ChangeWeights(WeightsChange.WAKE_UP, parts=(WEIGHTS,)))
             assert client.missing == {KV_CACHE}
+            await state(client, None)
             await change(client, ChangeWeights(WeightsChange.WAKE_UP))
             assert not client.missing
+            await state(client, "awake")
+            await change(client, ChangeWeights(WeightsChange.SLEEP, level=2))
+            await change(client, ChangeWeights(WeightsChange.SLEEP))  # what was dropped stays dropped
+            await state(client, "discard_all")
+            await change(client, ChangeWeights(WeightsChange.WAKE_UP))
             await running.end()
             assert running.tokens == foretold(0, 300)
 
