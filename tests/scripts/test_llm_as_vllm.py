@@ -110,7 +110,7 @@ def test_openrlhf_rolls_out(engine):
         prompt, final = TokensPrompt(prompt_token_ids=PROMPT), None
         async for output in engine.generate(prompt, deepcopy(params), request_id=vllm.random_uuid()):
             final = output
-        with pytest.raises(NotImplementedError, match="init_process_group.*join no group.*update_weights"):
+        with pytest.raises(NotImplementedError, match=r"init_process_group.*join no group.*update_weights"):
             await engine.collective_rpc("init_process_group", args=("127.0.0.1", 1, 1, 2, "g", "nccl", False))
         return final
 

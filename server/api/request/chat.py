@@ -86,14 +86,12 @@ async def start_chats(
     first = await check_chat(state, bodies[0], request, id_prefix=id_prefix, lowers_max_tokens=lowers_max_tokens)
     plans = [first, *(first.about(body) for body in bodies[1:])]
     for plan in plans:
-        await render(state, plan)
-        await constrain(state, plan)
-        fit(state, plan, share=len(plans))
+        await complete(state, plan, share=len(plans))
     return await submit(state, *(plan.generation for plan in plans)), plans
 
 
 async def check_chat(
-    state: ServerState, body: ChatRequest, request: Request, *, id_prefix: str, lowers_max_tokens: bool
+    state: ServerState, body: ChatRequest, request: Request, *, id_prefix: str, lowers_max_tokens: bool = False
 ) -> ChatPlan:
     """Reads all fields of the body. Raises RequestError for the first that is invalid."""
     generation = await check_generation(state, body, request, id_prefix=id_prefix)
@@ -119,6 +117,13 @@ async def check_chat(
         lowers_max_tokens=lowers_max_tokens,
         reads_reasoning=generation.model.reasoning is not None and body.include_reasoning is not False,
     )
+
+
+async def complete(state: ServerState, plan: ChatPlan, *, share: int = 1) -> None:
+    """The steps between the checks and `submit`. Raises RequestError."""
+    await render(state, plan)
+    await constrain(state, plan)
+    fit(state, plan, share=share)
 
 
 async def count_tokens(state: ServerState, body: ChatRequest) -> int:

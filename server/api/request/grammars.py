@@ -45,6 +45,7 @@ class Constraint(NamedTuple):
 
     field: str
     make: Made
+    asked: dict[str, Any]  # as `structured_outputs` has it
 
 
 def asked_constraint(body: SamplingFields) -> Constraint | None:
@@ -116,40 +117,40 @@ async def after_reasoning(
 
 
 def _constraints(body: SamplingFields) -> list[Constraint]:
-    readers: dict[str, Callable[[Any], Made | None]]
+    readers: dict[str, Callable[[Any], Constraint | None]]
     readers = {"response_format": _response_format, "structured_outputs": _structured_outputs}
     for form in ("json", "regex", "choice", "grammar"):
-        readers[f"guided_{form}"] = partial(_made, f"guided_{form}", form)
+        readers[f"guided_{form}"] = partial(_constraint, f"guided_{form}", form)
     asked: list[Constraint] = []
-    for field, made_of in readers.items():
+    for field, constraint_of in readers.items():
         value = read_raw(field, getattr(body, field), _decode_any, max_bytes=MAX_BYTES)
-        if value is not None and (made := made_of(value)) is not None:
-            asked.append(Constraint(field, made))
+        if value is not None and (constraint := constraint_of(value)) is not None:
+            asked.append(constraint)
     return asked
 
 
-def _response_format(value: Any) -> Made | None:
+def _response_format(value: Any) -> Constraint | None:
     """The constraint of `response_format`; None: the type is `text`, and the output is free."""
     param = "response_format"
     match value:
         case {"type": "text"}:
             return None
         case {"type": "json_object", "schema": schema} if schema is not None:  # llama.cpp's older form
-            return _made(param, "json", schema)
+            return _constraint(param, "json", schema)
         case {"type": "json_object"}:
-            return _json_object
+            return _constraint(param, "json_object", True)
         case {"type": "json_schema", "json_schema": {"schema": schema, **others}} if schema is not None:
-            return _made(param, "json", schema, strict=bool(others.get("strict")))
+            return _constraint(param, "json", schema, strict=bool(others.get("strict")))
         case {"type": "json_schema"}:
             raise invalid(param, "the type `json_schema` needs a `json_schema` with a `schema`")
         case {"type": "structural_tag"}:
-            return _made(param, "structural_tag", value)
+            return _constraint(param, "structural_tag", value)
         case {"type": str(kind)}:
             raise unsupported(param, f"the type `{kind[:40]}` is")
     raise invalid(param, "must be an object with a `type`")
 
 
-def _structured_outputs(value: Any) -> Made:
+def _structured_outputs(value: Any) -> Constraint:
     param = "structured_outputs"
     if not isinstance(value, Mapping):
         raise invalid(param, "must be an object")
@@ -160,7 +161,11 @@ def _structured_outputs(value: Any) -> Made:
     if len(given) != 1:
         raise invalid(param, f"must have exactly one of {', '.join(FORMS)}, got {len(given)}")
     ((form, content),) = given.items()
-    return _made(param, form, content)
+    return _constraint(param, form, content)
+
+
+def _constraint(field: str, form: str, content: Any, *, strict: bool = False) -> Constraint:
+    return Constraint(field, _made(field, form, content, strict=strict), {form: content})
 
 
 def _made(param: str, form: str, content: Any, *, strict: bool = False) -> Made:

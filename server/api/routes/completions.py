@@ -59,6 +59,13 @@ class Completions(Routes):
         self, body: CompletionRequest, request: Request, *, id_prefix: str
     ) -> tuple[Generation, GenerationPlan, list[Prompt]]:
         """Makes the checks, encodes the prompts and submits them. Raises RequestError."""
+        plan, prompts = await self.plan(body, request, id_prefix=id_prefix)
+        return await submit(self._state, plan), plan, prompts
+
+    async def plan(
+        self, body: CompletionRequest, request: Request, *, id_prefix: str
+    ) -> tuple[GenerationPlan, list[Prompt]]:
+        """Makes the checks and encodes the prompts. Raises RequestError."""
         state = self._state
         plan = await check_generation(state, body, request, id_prefix=id_prefix)
         head = plan.head
@@ -103,7 +110,7 @@ class Completions(Routes):
         plan.shows_text = body.detokenize is not False  # otherwise tokens are decoded only if there are stop strings
         plan.prompts, plan.limits = [prompt.ids for prompt in prompts], limits
         plan.prompt_logprobs = max(wants_scores, default=None)
-        return await submit(state, plan), plan, prompts
+        return plan, prompts
 
 
 def _limit(model: ServedModel, body: CompletionRequest, num_prompt: int) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from batcher.request import SamplingParams
+from server.engine import wire
 from server.settings import GenerationDefaults
 from tests.server.conftest import REPLY
 from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, post_all, state_of
@@ -155,3 +158,74 @@ def test_a_long_prompt_of_ids_and_fields_without_effect():
     (answer,) = post_all(state_of(client, strict_fields=True), PATH, [long])
     assert answer.status_code == 200, answer.text
     assert len(client.submitted[0].prompt) == 400_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "max_tokens": 3,
+            "temperature": 0.5,
+            "logprobs": 2,
+            "seed": 7,
+            "stop": ["x"],
+            "logit_bias": {"5": 1.5},
+            "n": 2,
+        },
+        {
+            "top_k": -1,
+            "min_tokens": 2,
+            "ignore_eos": True,
+            "priority": 3,
+            "cache_salt": "s",
+            "truncate_prompt_tokens": 4,
+        },
+        {
+            "logprob_token_ids": [3, 3, 4],
+            "stop_token_ids": [9],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}},
+        {
+            "structured_outputs": {"choice": ["a", "b"]},
+            "bad_words": ["ab"],
+            "allowed_token_ids": [97, 98],
+            "top_p": 0.5,
+        },
+    ],
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_rendered_request_is_the_request(chat, fields):
+    """What the engine gets of it is what it gets of the request itself."""
+    own = {"messages": [{"role": "user", "content": "hello"}]} if chat else {"prompt": ["hello", "no"]}
+    if chat and "logprobs" in fields:
+        fields = fields | {"logprobs": True, "top_logprobs": fields["logprobs"]}
+    client = StubClient(DONE)
+    defaults = GenerationDefaults(temperature=0.25, top_k=9, repetition_penalty=1.5)
+    state = state_of(client, generation_defaults=defaults)
+    path = "/v1/chat/completions" if chat else COMPLETIONS
+    assert call(state, "POST", path, json=own | fields).status_code == 200
+    asked, client.submitted = client.submitted, []
+    answer = call(state, "POST", f"{path}/render", json=own | fields)
+    assert (answer.status_code, client.submitted) == (200, []), answer.text
+    rendered = [answer.json()] if chat else answer.json()
+    assert len(rendered) == len(own.get("prompt", "1"))
+    for response in post_all(state, PATH, rendered):
+        assert response.status_code == 200, response.text
+    for before, after in zip(*map(wire.requests_from_wire, (asked, client.submitted)), strict=True):
+        assert before.sampling == after.sampling
+        assert (before.prompt, before.priority, before.cache_salt) == (after.prompt, after.priority, after.cache_salt)
+
+
+def test_a_grammar_that_cannot_be_rendered_is_named():
+    template = (Path(__file__).parents[1] / "support/llama_tools.jinja").read_text()
+    state = state_of(StubClient(DONE), template)
+    state.engine.info = wire.EngineInfo(max_model_len=999, vocab_size=VOCAB_SIZE)
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": [{"role": "user", "content": "hello"}], "tools": [tool], "tool_choice": "required"}
+    answer = call(state, "POST", "/v1/chat/completions/render", json=body)
+    assert (answer.status_code, answer.headers["x-unenforced-keywords"]) == (200, "tools")
+    assert "structured_outputs" not in answer.json()["sampling_params"]
+    answer = call(state, "POST", "/v1/chat/completions/render", json=body | {"max_tokens": 1000})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
