@@ -34,7 +34,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from batcher.errors import EngineDeadError
-from batcher.request import LogprobsMode
 from batcher.stats import EngineStats
 from model.inputs.paths import place
 from scripts.building.build import build
@@ -62,7 +61,7 @@ from scripts.offline.arguments import (
     prompts_of,
 )
 from scripts.offline.async_llm import AsyncEngine, EngineArgs
-from scripts.offline.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from scripts.offline.beam_search import BeamSearchOutput, BeamSearchParams, beams_of
 from scripts.offline.in_process import LoopThread
 from scripts.offline.pending import EnqueuedPrompt, OnAnswer, Pending, RefusedError, RequestsInFlight
 from scripts.offline.results import (
@@ -241,12 +240,12 @@ class LLM(EngineForTraining):
         self, prompts: Prompts, params: BeamSearchParams, lora_request: LoraRequests = None, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
         """The most likely continuations of each prompt that a search over `beam_width` beams finds, best first."""
-        if LogprobsMode(self.settings.logprobs_mode).are_logits:
-            raise ValueError(f"beam_search: logprobs_mode={self.settings.logprobs_mode} tells no log-probabilities")
-        bodies = prompts_of(prompts, "prompt")
-        self._tokenize(bodies)
-        search = BeamSearch(self.generate, partial(decode_text, self._tokens), params, self.engine.config.eos_token_ids)
-        return search.run(bodies, adapters_of(lora_request, len(bodies)))
+        told = _TOLD | params.fields()
+        bodies = self._with_adapters([body | told for body in prompts_of(prompts, "prompt")], lora_request)
+        sent = self._send([(COMPLETIONS, body) for body in bodies], {"use_tqdm": use_tqdm})
+        decode = partial(decode_text, self._tokens, skip_special_tokens=params.skip_special_tokens)
+        adapters = adapters_of(lora_request, len(bodies))
+        return [beams_of(*own, decode) for own in zip(sent.wait_or_end(), adapters, strict=True)]
 
     def get_tokenizer(self) -> FastTokenizer:
         """The tokenizer with its chat template, as a new object of transformers."""

@@ -147,8 +147,9 @@ def _add(group: argparse._ArgumentGroup, flag: Flag, default: Any) -> None:
         said = flag.unset or ("none" if default in (None, "", ()) else said)
         options: dict[str, Any] = {"action": flag.action or (EachCounts if flag.nargs else "store")}
         options |= {"nargs": flag.nargs} if flag.nargs else {}
+        choices = [str(choice) if isinstance(choice, str) else choice for choice in flag.choices]  # not as `Enum.NAME`
         group.add_argument(
             name, *flag.also, dest=flag.dest, type=flag.type or str, metavar=flag.metavar,
-            default=list(default) if isinstance(default, tuple) else default, choices=flag.choices or None,
+            default=list(default) if isinstance(default, tuple) else default, choices=choices or None,
             help=f"{text} (default: {said}).".replace("%", "%%"), **options,
         )  # fmt: skip

@@ -102,10 +102,9 @@ class RunnersModels:
 
     def loaded(self, name: str, identity: int, path: str) -> LoadedModel:
         """The model under this name, for the HTTP processes."""
-        folder = self._folder(self._chosen[identity])
-        return LoadedModel(
-            name, identity, path, self._plan.chips.limits.max_model_len, "" if folder is None else folder
-        )
+        weights = self._chosen[identity]
+        limit, ends = self._plan.chips.limits.max_model_len, weights.eos_token_ids
+        return LoadedModel(name, identity, path, limit, ends, self._folder(weights) or "")
 
     def ends(self, identity: int) -> tuple[tuple[int, ...], Grammars | None]:
         """The model's end-of-sequence ids and its grammars."""

@@ -330,6 +330,8 @@ def _engine_info(plan: EnginePlan, runner: ModelRunner, chosen: Chosen, digests:
     return EngineInfo(
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
+        eos_token_ids=plan.weights.eos_token_ids,
+        logprobs_mode=settings.logprobs_mode,
         embedding_size=config.hidden_size if settings.enable_embeddings else None,
         attention=chosen.info,
         max_loras=settings.num_adapter_slots,

@@ -61,7 +61,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
         """The settings of a JSON object, or of its text. Raises ValueError, with the flag's name, for anything else."""
         fields = json_object(FLAG, value, EXAMPLE)
-        method = fields.get("method")
+        fields.pop("draft_tensor_parallel_size", None)  # of vLLM: a draft model is on the chips of the model
+        named = str(fields.get("model") or "[").startswith("[")  # "[ngram]" was a name of a method
+        method = fields.setdefault("method", None if named else _DRAFT_MODEL)  # as in vLLM
         there_are = ", ".join(f'"{known}"' for known in _METHODS)
         if isinstance(method, str) and method in _NOT_HERE:
             raise ValueError(f'{FLAG}: method "{method}" is not supported: {_NOT_HERE[method]}; there are {there_are}')

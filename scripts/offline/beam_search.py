@@ -1,21 +1,20 @@
-"""Beam search on the host: each step of the search is one token of the engine for all beams."""
+"""vLLM's parameters and results of a beam search. `server/api/request/beam_search.py` searches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from batcher.request import MAX_LOGPROBS
-from scripts.offline.arguments import LoRARequest, SamplingParams
-from scripts.offline.results import Logprobs, RequestOutput
+from scripts.offline.arguments import LoRARequest
+from scripts.offline.results import Logprobs, logprobs_of
+from server.api.request.beam_search import MAX_BEAMS
 
 
 @dataclass
 class BeamSearchParams:
-    """vLLM's parameters of a beam search. `length_penalty` is the power of an answer's length that divides its
-    log-probability."""
+    """vLLM's parameters of a beam search. `length_penalty` is the power of the number of tokens, prompt included, that
+    divides a beam's log-probability."""
 
     beam_width: int
     max_tokens: int
@@ -24,6 +23,14 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False  # without effect, because there are no stop strings
     skip_special_tokens: bool = True
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a request body. Raises ValueError if `beam_width` is out of range."""
+        if not 1 <= self.beam_width <= MAX_BEAMS:
+            raise ValueError(f"beam_width: 1 to {MAX_BEAMS}, not {self.beam_width}")
+        same = {name: getattr(self, name) for name in ("max_tokens", "ignore_eos", "length_penalty")}
+        beams = {"use_beam_search": True, "n": self.beam_width, "logprobs": 2 * self.beam_width}
+        return {**same, **beams, "include_stop_str_in_output": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,72 +52,22 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-@dataclass(frozen=True)
-class BeamSearch:
-    """A beam search for several prompts at once.
-
-    Args:
-        generate: continues token ids, as `LLM.generate`.
-        decode: the text of token ids.
-
-    Raises:
-        ValueError: `beam_width` is out of range.
-    """
-
-    generate: Callable[..., list[RequestOutput]]
-    decode: Callable[..., str]
-    params: BeamSearchParams
-    eos_token_ids: Collection[int]
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.params.beam_width <= MAX_LOGPROBS // 2:
-            raise ValueError(f"beam_width: 1 to {MAX_LOGPROBS // 2}, not {self.params.beam_width}")
-
-    def run(
-        self, bodies: Sequence[Mapping[str, Any]], adapters: Sequence[LoRARequest | None]
-    ) -> list[BeamSearchOutput]:
-        """The most likely continuations of each prompt, given as fields of request bodies with lists of ids. Raises
-        RefusedError if one does not fit."""
-        # Twice as many candidates as beams: half of them may end.
-        one = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * self.params.beam_width, detokenize=False)
-        beams = [
-            [BeamSearchSequence(tokens=body["prompt"], lora_request=adapter)]
-            for body, adapter in zip(bodies, adapters, strict=True)
-        ]
-        ended: list[list[BeamSearchSequence]] = [[] for _ in bodies]
-        for _ in range(self.params.max_tokens):
-            asked = [(body, beam) for body, own in zip(bodies, beams, strict=True) for beam in own]
-            prompts = [{"prompt_token_ids": beam.tokens, "cache_salt": body.get("cache_salt")} for body, beam in asked]
-            results = iter(self.generate(prompts, one, lora_request=[beam.lora_request for _, beam in asked]))
-            for place, own in enumerate(beams):
-                longer = [after for beam in own for after in _longer(beam, next(results))]
-                ended[place] += [replace(beam, finish_reason="stop") for beam in longer if self._ends(beam)]
-                beams[place] = self._best([beam for beam in longer if not self._ends(beam)])
-        return [self._output([*over, *cut]) for over, cut in zip(ended, beams, strict=True)]
-
-    def _ends(self, beam: BeamSearchSequence) -> bool:
-        return not self.params.ignore_eos and beam.tokens[-1] in self.eos_token_ids
-
-    def _best(self, beams: Sequence[BeamSearchSequence]) -> list[BeamSearchSequence]:
-        return sorted(beams, key=self._score, reverse=True)[: self.params.beam_width]
-
-    def _score(self, beam: BeamSearchSequence) -> float:
-        return beam.cum_logprob / max(1, len(beam.logprobs)) ** self.params.length_penalty
-
-    def _output(self, found: Sequence[BeamSearchSequence]) -> BeamSearchOutput:
-        decode = partial(self.decode, skip_special_tokens=self.params.skip_special_tokens)
-        return BeamSearchOutput(sequences=[replace(beam, text=decode(beam.tokens)) for beam in self._best(found)])
-
-
-def _longer(beam: BeamSearchSequence, result: RequestOutput) -> list[BeamSearchSequence]:
-    """The beam with each of the tokens that may come next."""
-    (found,) = result.outputs[0].logprobs or ({},)
-    return [
-        replace(
-            beam,
-            tokens=[*beam.tokens, token],
-            logprobs=[*beam.logprobs, found],
-            cum_logprob=beam.cum_logprob + own.logprob,
+def beams_of(
+    answer: Mapping[str, Any], adapter: LoRARequest | None, decode: Callable[[Sequence[int]], str]
+) -> BeamSearchOutput:
+    """Reads the answer to a completion of one prompt. `decode` makes the text of token ids."""
+    sequences = []
+    for choice in answer["choices"]:
+        tokens, logprobs = choice["prompt_token_ids"] + choice["token_ids"], logprobs_of(choice["logprobs_by_id"]) or []
+        total = sum(place[id].logprob for id, place in zip(choice["token_ids"], logprobs, strict=True))
+        sequences.append(
+            BeamSearchSequence(
+                tokens=tokens,
+                logprobs=logprobs,
+                lora_request=adapter,
+                cum_logprob=total,
+                text=decode(tokens),
+                finish_reason=choice["finish_reason"],
+            )
         )
-        for token, own in found.items()
-    ]
+    return BeamSearchOutput(sequences=sequences)

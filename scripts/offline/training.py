@@ -173,16 +173,16 @@ class EngineForTraining:
             NotImplementedError: a method of another name. TRL goes on then with the weights that it has given.
         """
         if callable(method):
-            method = partial(method, self.llm_engine.model_executor.driver_worker)
+            call: Callable[..., Any] = partial(method, self.llm_engine.model_executor.driver_worker)
         elif method in ("load_weights", "update_weights"):
-            method = getattr(self, method)
+            call = getattr(self, method)
         else:
             raise NotImplementedError(
                 f"collective_rpc({method!r}): workers have load_weights and update_weights only, and join no group of "
                 "processes. Gather each array, and give it to load_weights([(name, array)]), or all of them to "
                 "update_weights(arrays)"
             )
-        return [method(*args, **(kwargs or {}))]
+        return [call(*args, **(kwargs or {}))]
 
     def pause(self, mode: Requests = "abort", *, clear_cache: bool = True) -> None:
         """Holds all requests until `resume`. New requests wait.

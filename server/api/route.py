@@ -60,6 +60,7 @@ class ApiRoute:
     body: type[msgspec.Struct] | None = None
     body_type: str = JSON  # the media type of the body
     media_types: tuple[str, ...] = (JSON,)
+    answer_type: str = "object"  # of a JSON answer
     errors: ErrorForm = OPENAI_ERRORS
     summary: str = ""
 

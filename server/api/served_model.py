@@ -34,6 +34,7 @@ class ServedModel:
 
     identity = 0  # of the weights; 0: the engine started with them
     _own_limit = MOST_COUNT
+    _own_ends: tuple[int, ...] | None = None  # None: those of the engine's own model
     adapter = 0  # the identity of the LoRA adapter's weights; 0: there is none
 
     def __init__(
@@ -72,6 +73,11 @@ class ServedModel:
         return min(self._engine.info.max_model_len, self._own_limit)
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return self._engine.info.eos_token_ids if self._own_ends is None else self._own_ends
+
+    @property
     def weights(self) -> int:
         """The identity of its weights with the adapter's."""
         return self.identity ^ self.adapter
@@ -86,6 +92,7 @@ class ServedModel:
         """The model with the weights of another one."""
         other = self.renamed(loaded.name)
         other.identity, other.root, other._own_limit = loaded.identity, loaded.path, loaded.max_model_len
+        other._own_ends = loaded.eos_token_ids
         return other
 
 

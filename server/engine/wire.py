@@ -305,6 +305,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     max_model_len: int  # tokens of prompt and output of one request
     vocab_size: int  # ids at or above it cannot be sent
+    eos_token_ids: tuple[int, ...] = ()  # the tokens that end an answer
+    logprobs_mode: str = "raw_logprobs"  # a `batcher.request.LogprobsMode`
     embedding_size: int | None = None  # numbers of an embedding; None: the engine makes none
     attention: AttentionInfo = AttentionInfo()
     cache_config: dict[str, str] = {}  # labels of the cache_config_info metric: page size, pages, dtype
@@ -372,6 +374,7 @@ class LoadedModel(msgspec.Struct, tag=True, frozen=True):
     identity: int  # the identity of its weights
     path: str
     max_model_len: int  # tokens of prompt and output of one request
+    eos_token_ids: tuple[int, ...] = ()  # the tokens that end an answer
     folder: str = ""  # of its tokenizer, chat template and generation_config.json; "": those of the engine's own model
     load: int = 0  # differs if the name is loaded again
 

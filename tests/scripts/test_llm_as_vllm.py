@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from packaging import version
@@ -153,7 +154,12 @@ def test_a_stream_is_the_result_in_parts_and_can_be_aborted(engine):
 
 
 def searched(width: int, num_tokens: int, penalty: float, ends: tuple[int, ...]) -> list[tuple[float, list[int]]]:
-    """(score, tokens) of the best answers, by a search over the exact log-probabilities."""
+    """(score, tokens) of the best answers, by a search over the exact log-probabilities. As in vLLM, the length in a
+    score is that of prompt and answer without the end token."""
+
+    def score(total: float, tokens: list[int]) -> float:
+        return total / (len(PROMPT) + len(tokens) - (tokens[-1] in ends)) ** penalty
+
     beams, over = [(0.0, [])], []
     for _ in range(num_tokens):
         longer = []
@@ -162,25 +168,60 @@ def searched(width: int, num_tokens: int, penalty: float, ends: tuple[int, ...])
             longer += [(total + row[id], [*tokens, int(id)]) for id in np.argsort(-row)[: 2 * width]]
         over += [beam for beam in longer if beam[1][-1] in ends]
         beams = sorted((beam for beam in longer if beam[1][-1] not in ends), reverse=True)[:width]
-    return sorted(((total / len(tokens) ** penalty, tokens) for total, tokens in over + beams), reverse=True)[:width]
+    return sorted(((score(*beam), beam[1]) for beam in over + beams), reverse=True)[:width]
 
 
-@pytest.mark.parametrize(("width", "penalty"), [(1, 1.0), (3, 1.0), (3, 0.0)])
-def test_beam_search_finds_the_best_answers(llm, monkeypatch, width, penalty):
-    ends = tuple(np.argsort(-scores(0, PROMPT)[-1])[1:3].tolist())  # likely ones: some beams end early
-    monkeypatch.setattr(llm.engine, "config", replace(llm.engine.config, eos_token_ids=ends))
+@pytest.fixture
+def ends(llm, monkeypatch):
+    """End tokens that are likely, so that some beams end early."""
+    ends = tuple(np.argsort(-scores(0, PROMPT)[-1])[1:3].tolist())
+    monkeypatch.setattr(llm._client, "info", msgspec.structs.replace(llm._client.info, eos_token_ids=ends))
+    return ends
+
+
+@pytest.mark.parametrize(("width", "penalty"), [(1, 1.0), (3, 1.0), (3, 0.0), (4, 10.0)])
+def test_beam_search_finds_the_best_answers(llm, ends, width, penalty):
     params = BeamSearchParams(beam_width=width, max_tokens=4, length_penalty=penalty)
     prompts = [TokensPrompt(prompt_token_ids=PROMPT), "abc"]
     found, other = llm.beam_search(prompts, params)
     expected = searched(width, 4, penalty, ends)
     assert [beam.tokens[len(PROMPT) :] for beam in found.sequences] == [tokens for _, tokens in expected]
     for beam, (score, tokens) in zip(found.sequences, expected, strict=True):
-        assert beam.cum_logprob / len(tokens) ** penalty == pytest.approx(score, abs=1e-4)
+        length = len(PROMPT) + len(tokens) - (tokens[-1] in ends)
+        assert beam.cum_logprob / length**penalty == pytest.approx(score, abs=1e-4)
         assert beam.finish_reason == ("stop" if tokens[-1] in ends else "length")
         assert beam.text == llm.get_tokenizer().decode(beam.tokens, skip_special_tokens=True)
     assert len(other.sequences) == width
     with pytest.raises(ValueError, match="beam_width: 1 to 10, not 11"):
         llm.beam_search(prompts, replace(params, beam_width=11))
+
+
+@pytest.mark.parametrize("shows_end", [False, True])
+def test_beams_over_http_are_the_choices(llm, ends, shows_end):
+    """Two completions at once, of which the first has the answers that the search over exact numbers finds."""
+    asked = {"prompt": [PROMPT, PROMPT[:3]], "use_beam_search": True, "n": 3, "max_tokens": 4, "logprobs": 2}
+    asked |= {"return_token_ids": True, "include_stop_str_in_output": shows_end, "temperature": 0.5}
+    answers: dict[int, tuple[int, dict]] = {}
+    chat = {"messages": [{"role": "user", "content": "abc"}], "use_beam_search": True, "n": 2, "max_tokens": 3}
+    bodies = [("/v1/completions", asked), ("/v1/chat/completions", chat)]
+    bodies = [(path, {"model": llm.model_name} | body) for path, body in bodies]
+    llm.post_all(bodies, lambda index, status, answer: answers.__setitem__(index, (status, answer)))
+    (status, answer), (of_chat, chats) = answers[0], answers[1]
+    assert (status, of_chat) == (200, 200), answers
+    assert len(answer["choices"]) == 6 and [choice["index"] for choice in chats["choices"]] == [0, 1]
+    num_tokens = 0
+    for choice, (_, tokens) in zip(answer["choices"], searched(3, 4, 1.0, ends), strict=False):
+        has_ended = tokens[-1] in ends
+        shown = tokens if shows_end or not has_ended else tokens[:-1]
+        assert (choice["token_ids"], choice["finish_reason"]) == (shown, "stop" if has_ended else "length")
+        told = tokens[:-1] if has_ended else tokens
+        assert choice["text"] == llm.get_tokenizer().decode(told, skip_special_tokens=True)
+        exact = [scores(0, PROMPT + tokens[:i])[-1][id] for i, id in enumerate(shown)]
+        np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], exact, atol=1e-4)
+        num_tokens += len(shown)
+    rest = sum(len(choice["token_ids"]) for choice in answer["choices"][3:])
+    assert answer["usage"]["completion_tokens"] == num_tokens + rest
+    assert answer["usage"]["prompt_tokens"] == len(PROMPT) + 3
 
 
 def test_labels_have_the_log_probabilities_of_the_model(llm):
@@ -218,7 +259,7 @@ def test_what_else_is_called(llm, make_llm):
         assert scored[0].prompt_token_ids == one.prompt_token_ids + two.prompt_token_ids
         with pytest.raises(ValueError, match="data_1: one prompt, or as many as data_2, 1, not 2"):
             other.score(["a", "b"], "a")
-        with pytest.raises(vllm.RefusedError, match="task: .*logprob_token_ids"):
+        with pytest.raises(vllm.RefusedError, match=r"task: .*logprob_token_ids"):
             other.encode("a", pooling_task="classify")
-    with pytest.raises(ValueError, match="classify: the model has no classes.*logprob_token_ids"):
+    with pytest.raises(ValueError, match=r"classify: the model has no classes.*logprob_token_ids"):
         llm.classify(["a"], use_tqdm=False)

@@ -27,6 +27,10 @@ def test_the_json_is_vllms(fields, lookup):
     for given in (NGRAM | fields, json.dumps(NGRAM | fields)):
         config = EngineSettings(speculative_config=given).speculation
         assert (config.num_speculative_tokens, config.lookup) == (3, lookup)
+    drafted = {"model": "a/b", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
+    assert SpeculativeConfig.parse(drafted) == SpeculativeConfig(
+        method="draft_model", model="a/b", num_speculative_tokens=3
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ STOPS = msgspec.Meta(max_length=32)
 
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31)]
 Budget = Annotated[int, msgspec.Meta(ge=-1, le=2**31)]  # of tokens; -1: none, as in vLLM
+Penalty = Annotated[float, msgspec.Meta(ge=-10, le=10)]  # a power of lengths
 Side = Literal["left", "right"]
 Metadata = Annotated[
     dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
@@ -139,6 +140,8 @@ class SamplingFields(CommonFields, kw_only=True):
     best_of: int | None = None
     max_tokens: int | None = None
     # beyond OpenAI's
+    use_beam_search: bool | None = None  # of `n` beams
+    length_penalty: Penalty | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Annotated[list[int], ASKED] | None = None
     sampled_logprobs: bool | None = None

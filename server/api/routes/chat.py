@@ -8,11 +8,13 @@ from starlette.responses import Response
 
 from server.api.answers.answer import GenerationAnswer
 from server.api.answers.chat_writer import BatchChatWriter, ChatWriter
-from server.api.request.chat import start_chat, start_chats
+from server.api.request.beam_search import answer_of
+from server.api.request.chat import check_chat, complete, start_chats
 from server.api.request.sampling import check_num_choices
 from server.api.request.schemas import BatchChatRequest, ChatRequest
 from server.api.route import EVENTS, JSON
 from server.api.routes.endpoints import Routes, route
+from server.engine.generation import Generation
 from server.http.request_error import invalid, unsupported
 
 
@@ -22,9 +24,14 @@ class Chat(Routes):
     @route("POST /v1/chat/completions", ChatRequest, generates=True, media_types=(JSON, EVENTS))
     async def create(self, request: Request, body: ChatRequest) -> Response:
         """Answers a conversation."""
-        generation, plan = await start_chat(self._state, body, request, id_prefix="chatcmpl")
-        writer = ChatWriter(generation, plan.generation.head, plan.generation.model.tokenizer, plan.options)
-        return GenerationAnswer(generation, writer, stream=bool(body.stream))
+        state = self._state
+        plan = await check_chat(state, body, request, id_prefix="chatcmpl")
+        await complete(state, plan)
+
+        def new_writer(generation: Generation) -> ChatWriter:
+            return ChatWriter(generation, plan.generation.head, plan.generation.model.tokenizer, plan.options)
+
+        return await answer_of(state, body, plan.generation, new_writer)
 
     @route("POST /v1/chat/completions/batch", BatchChatRequest, generates=True)
     async def batch(self, request: Request, body: BatchChatRequest) -> Response:
@@ -34,7 +41,7 @@ class Chat(Routes):
             raise invalid("messages", "must not be empty")
         if body.n not in (None, 1):
             raise invalid("n", "must be 1 for several conversations")
-        for param in ("stream", "prompt_logprobs", "tools"):
+        for param in ("stream", "prompt_logprobs", "tools", "use_beam_search"):
             if getattr(body, param) not in (None, False, msgspec.UNSET, msgspec.Raw(b"null"), msgspec.Raw(b"[]")):
                 raise unsupported(param, "for several conversations it is")
         check_num_choices(len(body.messages), body.n, most=state.settings.max_choices, prompts="messages")

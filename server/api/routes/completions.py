@@ -13,8 +13,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answers.answer import GenerationAnswer
 from server.api.answers.completion_writer import CompletionOptions, CompletionWriter, Prompt
+from server.api.request.beam_search import answer_of
 from server.api.request.generation_plan import GenerationPlan, check_generation, submit
 from server.api.request.grammars import asked_constraint, compiled
 from server.api.request.limits import (
@@ -44,7 +44,8 @@ class Completions(Routes):
     @route("POST /v1/completions", CompletionRequest, generates=True, media_types=(JSON, EVENTS))
     async def create(self, request: Request, body: CompletionRequest) -> Response:
         """Continues a text."""
-        generation, plan, prompts = await self.start(body, request, id_prefix="cmpl")
+        state = self._state
+        plan, prompts = await self.plan(body, request, id_prefix="cmpl")
         options = CompletionOptions(
             prompts=prompts,
             echo=bool(body.echo),
@@ -52,8 +53,11 @@ class Completions(Routes):
             logprobs=num_logprobs("logprobs", body.logprobs, body.logprob_token_ids),
             num_prompt_logprobs=body.prompt_logprobs,
         )
-        writer = CompletionWriter(generation, plan.head, plan.model.tokenizer, options)
-        return GenerationAnswer(generation, writer, stream=bool(body.stream))
+
+        def new_writer(generation: Generation) -> CompletionWriter:
+            return CompletionWriter(generation, plan.head, plan.model.tokenizer, options)
+
+        return await answer_of(state, body, plan, new_writer)
 
     async def start(
         self, body: CompletionRequest, request: Request, *, id_prefix: str

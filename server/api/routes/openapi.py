@@ -83,7 +83,7 @@ def openapi(routes: Sequence[ApiRoute], settings: Settings) -> dict[str, Any]:
 def _operation(
     route: ApiRoute, schemas: dict[type[msgspec.Struct], dict[str, Any]], *, needs_key: bool
 ) -> dict[str, Any]:
-    answer = {kind: {"schema": {"type": "object"}} if kind == JSON else {} for kind in route.media_types}
+    answer = {kind: {"schema": {"type": route.answer_type}} if kind == JSON else {} for kind in route.media_types}
     error = {JSON: {"schema": schemas[route.errors.type]}}
     operation: dict[str, Any] = {
         "summary": route.summary,

@@ -34,7 +34,7 @@ class Render(Routes):
         (rendered,) = await self._rendered(body, plan.generation)
         return JsonAnswer(rendered)
 
-    @route("POST /v1/completions/render", CompletionRequest)
+    @route("POST /v1/completions/render", CompletionRequest, answer_type="array")
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """The token ids of prompts, as requests for /inference/v1/generate."""
         plan, _ = await Completions(self._state).plan(body, request, id_prefix="cmpl")

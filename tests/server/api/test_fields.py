@@ -47,7 +47,7 @@ IN_TABLE = {
 OF_ONE_ROUTE = {"include", "truncation"}
 # Fields of other servers, by their documentation, that change an answer.
 FOREIGN = {
-    "vLLM": "best_of use_beam_search length_penalty logits_processors prompt_embeds suffix vllm_xargs",
+    "vLLM": "best_of logits_processors prompt_embeds suffix vllm_xargs",
     "SGLang": """stop_regex lora_path lora_id custom_logit_processor custom_params return_hidden_states session_params
         return_routed_experts bootstrap_host logprob_start_len top_logprobs_num return_logprob
         input_ids input_embeds image_data""",

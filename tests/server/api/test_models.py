@@ -42,7 +42,7 @@ class ManyModels(StubClient):
                 identity = int((Path(path) / "weights").read_text())
                 own = Path(path) / "tokenizer.json"
                 folder = path if own.exists() else ""
-                loaded = wire.LoadedModel(name, identity, path, 32, folder, load=len(self.asked))
+                loaded = wire.LoadedModel(name, identity, path, 32, folder=folder, load=len(self.asked))
                 self.models = {**self.models, name: loaded}
                 self.stats.models[identity] = ModelState.DISK
                 return wire.Reply(loaded=loaded)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from batcher.request import SamplingParams
 from server.api.request.sampling import checked_sampling
 from server.api.request.schemas import CompletionRequest
+from server.engine import wire
 from server.settings import GenerationDefaults
-from tests.server.support.stub_app import DONE, StubClient, call, state_of
+from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, state_of
 
 VOCAB = 1000
 
@@ -170,3 +172,38 @@ def test_no_more_sequences_are_drawn_than_are_returned(path, fields, is_served):
     if not is_served:
         assert answer.json()["error"]["param"] == "best_of"
         assert "`n`" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"n": 11}, "n"),
+        ({"stop": "x"}, "stop"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"length_penalty": 11}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", COMPLETIONS])
+def test_what_a_beam_search_does_not_obey_is_refused(path, fields, param):
+    own = {"prompt": "a"} if path == COMPLETIONS else CHAT
+    answer = call(state_of(StubClient(DONE)), "POST", path, json=own | {"use_beam_search": True} | fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and param in (error["param"] or error["message"]), answer.text
+
+
+def test_a_search_ends_with_its_time_and_needs_log_probabilities():
+    client = StubClient(wire.Output("", [97], "length", logprobs=[wire.Logprobs.packed(-0.5, [97, 98], [-0.5, -1], 1)]))
+    body = {"prompt": "a", "use_beam_search": True, "max_tokens": 30, "timeout_s": 1e-9, "temperature": 0.5}
+    answer = call(state_of(client), "POST", COMPLETIONS, json=body)
+    assert (answer.json()["choices"][0]["text"], answer.headers["x-ignored-fields"]) == ("", "temperature")
+    answer = call(state_of(client), "POST", COMPLETIONS, json=body | {"timeout_s": 60})
+    assert (answer.json()["choices"][0]["text"], len(client.submitted)) == ("a" * 30, 30)
+    answer = call(state_of(client), "POST", COMPLETIONS, json={"prompt": "a", "length_penalty": 2})
+    assert answer.headers["x-ignored-fields"] == "length_penalty"
+    client.info = msgspec.structs.replace(client.info, logprobs_mode="raw_logits")
+    answer = call(state_of(client), "POST", COMPLETIONS, json=body)
+    assert "--logprobs-mode raw_logits tells no log-probabilities" in answer.json()["error"]["message"]
