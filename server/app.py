@@ -34,7 +34,6 @@ from server.api.routes.invocations import invocation_route
 from server.api.routes.messages.routes import Messages
 from server.api.routes.openapi import docs_routes
 from server.api.routes.prefill import prefill_routes
-from server.api.routes.render import Render
 from server.api.routes.responses.routes import responses_routes
 from server.api.routes.ui import ui_routes
 from server.api.routes.weights import Weights
@@ -103,7 +102,6 @@ def create_app(state: ServerState) -> Starlette:
         *chats,
         *completions,
         *routes_of(Generate(state), state),
-        *routes_of(Render(state), state),
         *responses_routes(state),
         *routes_of(Messages(state), state),
         *embeddings,

@@ -49,7 +49,7 @@ def test_the_json_is_vllms(fields, lookup):
         (NGRAM | {"model": "a/b"}, '"model" is for the other methods'),
         (NGRAM | {"method": "draft_model", "prompt_lookup_max": 3}, "prompt_lookup"),
         ({"method": "ngram"}, "num_speculative_tokens"),
-        (NGRAM | {"draft_tensor_parallel_size": 2}, "unknown fields draft_tensor_parallel_size"),
+        (NGRAM | {"draft_sample_method": "greedy"}, "unknown fields draft_sample_method"),
         (NGRAM | {"quantization": "int8"}, '"ngram" has no weights'),
         ({"method": "eagle3", "model": "a/b", "quantization": "int8", "num_speculative_tokens": 3}, "not quantised"),
         (NGRAM | {"method": "draft_model", "quantization": "awq"}, "unknown quantization 'awq'; there are int8"),

@@ -22,14 +22,13 @@ from batcher.request import MAX_LOGPROBS, FinishReason, LogprobsMode
 from server.api.answers.answer import AsgiResponse, GenerationAnswer, JsonAnswer, while_connected
 from server.api.answers.writer import Writer
 from server.api.record import IGNORED, begun, note
-from server.api.request.generation_plan import GenerationPlan, submit
+from server.api.request.generation_plan import GenerationPlan, add_choice, submit
 from server.api.request.sampling import Sampling
 from server.api.request.schemas import SamplingFields
 from server.api.state import ServerState
 from server.engine import wire
-from server.engine.generation import Choice, Generation, ScoredToken
+from server.engine.generation import Generation, ScoredToken
 from server.http.request_error import invalid, unsupported
-from server.text.stream import TextStream
 
 MAX_BEAMS = MAX_LOGPROBS // 2  # each step looks at twice as many candidates as beams, of which half may end
 # Fields that a search over the model's own log-probabilities does not obey.
@@ -166,15 +165,13 @@ class BeamSearch:
     def _generation(self, found: Sequence[Sequence[Beam]]) -> Generation:
         plan, state = self._plan, self._state
         shows_end = plan.sampling.include_stop  # as a token: it is never in the text
+        shown_plan = replace(plan, sampling=replace(plan.sampling, include_stop=not shows_end))
         generation = Generation(state.engine, plan.head.id, stream=False, on_end=state.metrics.observe_end)
         outputs = []
         for place, beam in ((place, beam) for place, own in enumerate(found) for beam in own):
-            skips = plan.sampling.skip_special_tokens
-            stream = TextStream(plan.model.tokenizer, skip_special_tokens=skips, reasoning=plan.new_reasoning())
-            index, shown = len(generation.choices), len(beam.tokens) - (beam.has_ended and not shows_end)
-            choice = Choice(generation, index, stream, len(beam.prompt), include_stop=not shows_end)
+            choice = add_choice(generation, shown_plan, len(beam.prompt))
             choice.on_weight_version(state.engine.weight_version)
-            generation.choices.append(choice)
+            shown = len(beam.tokens) - (beam.has_ended and not shows_end)
             reason = FinishReason.STOP if beam.has_ended else FinishReason.LENGTH
             fields: dict[str, Any] = {"logprobs": list(beam.scores[:shown])} if plan.logprobs is not None else {}
             fields["num_cached_tokens"] = self._num_cached[place]

@@ -133,19 +133,8 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     earlier: str | None = None  # the last request's grammar
     for (own, prompt, max_tokens), packed_prompt, source in zip(prompts, packed, sources, strict=True):
         for i in range(head.n):
-            stream = (TextStream if plan.shows_text or stops is not None else NoText)(
-                plan.model.tokenizer,
-                stops=stops,
-                include_stop=sampling.include_stop,
-                skip_special_tokens=sampling.skip_special_tokens,
-                min_tokens=sampling.values.get("min_tokens", 0),
-                reasoning=own.new_reasoning(),
-            )
-            calls = own.new_calls()
             text = None if own.grammar is None else own.grammar.text or None
-            index = len(generation.choices)
-            choice = Choice(generation, index, stream, len(prompt), include_stop=sampling.include_stop, calls=calls)
-            generation.choices.append(choice)
+            choice = add_choice(generation, own, len(prompt), stops)
             requests.append(
                 wire.WireRequest(
                     choice.request_id,
@@ -184,6 +173,25 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     generation.submit(requests, timeout_s=left_s)
     state.generations[head.id] = generation
     return generation
+
+
+def add_choice(
+    generation: Generation, plan: GenerationPlan, num_prompt: int, stops: StopStrings | None = None
+) -> Choice:
+    """Adds a choice to the generation, with the plan's form of the output."""
+    sampling = plan.sampling
+    stream = (TextStream if plan.shows_text or stops is not None else NoText)(
+        plan.model.tokenizer,
+        stops=stops,
+        include_stop=sampling.include_stop,
+        skip_special_tokens=sampling.skip_special_tokens,
+        min_tokens=sampling.values.get("min_tokens", 0),
+        reasoning=plan.new_reasoning(),
+    )
+    calls, index, include_stop = plan.new_calls(), len(generation.choices), sampling.include_stop
+    choice = Choice(generation, index, stream, num_prompt, include_stop=include_stop, calls=calls)
+    generation.choices.append(choice)
+    return choice
 
 
 async def _sources(state: ServerState, plan: GenerationPlan, packed: Sequence[bytes]) -> Sequence[PageSource | None]:

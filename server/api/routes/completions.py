@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from server.api.answers.completion_writer import CompletionOptions, CompletionWriter, Prompt
 from server.api.request.beam_search import answer_of
-from server.api.request.generation_plan import GenerationPlan, check_generation, submit
+from server.api.request.generation_plan import GenerationPlan, check_generation
 from server.api.request.grammars import asked_constraint, compiled
 from server.api.request.limits import (
     check_kinds,
@@ -58,13 +58,6 @@ class Completions(Routes):
             return CompletionWriter(generation, plan.head, plan.model.tokenizer, options)
 
         return await answer_of(state, body, plan, new_writer)
-
-    async def start(
-        self, body: CompletionRequest, request: Request, *, id_prefix: str
-    ) -> tuple[Generation, GenerationPlan, list[Prompt]]:
-        """Makes the checks, encodes the prompts and submits them. Raises RequestError."""
-        plan, prompts = await self.plan(body, request, id_prefix=id_prefix)
-        return await submit(self._state, plan), plan, prompts
 
     async def plan(
         self, body: CompletionRequest, request: Request, *, id_prefix: str

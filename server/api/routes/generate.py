@@ -1,5 +1,5 @@
 """POST /inference/v1/generate: vLLM's route from token ids to token ids, for training and for clients that render and
-decode themselves.
+decode themselves. vLLM's other routes here make its requests of chats and completions, without answering them.
 
 As in vLLM, a sampling parameter that is not given has vLLM's default and not the model's, and without `max_tokens` the
 output may fill the context. Each choice always has `weight_versions`.
@@ -14,17 +14,23 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answers.answer import GenerationAnswer
+from server.api.answers.answer import GenerationAnswer, JsonAnswer
 from server.api.answers.choices_writer import ChoicesWriter, Fields
 from server.api.answers.logprobs import by_id, finite, prompt_logprobs
 from server.api.answers.writer import AnswerHead
+from server.api.record import UNENFORCED, note
+from server.api.request.chat import check_chat, complete
+from server.api.request.generation_plan import GenerationPlan, submit
+from server.api.request.grammars import Constraint, asked_constraint, make_grammar
 from server.api.request.sampling import check_ids, num_logprobs
 from server.api.request.schemas import (
     ASKED,
     TOKENS,
+    ChatRequest,
     CompletionRequest,
     Generates,
     Priority,
+    SamplingFields,
     SamplingParameters,
     StreamOptions,
 )
@@ -33,7 +39,7 @@ from server.api.routes.completions import Completions
 from server.api.routes.endpoints import route
 from server.api.state import ServerState
 from server.engine.generation import Choice, ChoiceDelta, Generation, ScoredToken
-from server.http.encoding import list_of
+from server.http.encoding import NestedList, list_of
 from server.http.request_error import RequestError
 from server.settings import GenerationDefaults
 from server.text.tokenizer import ByteLevelTokenizer
@@ -69,7 +75,7 @@ class GenerateRequest(Generates, kw_only=True):
 
 
 class Generate:
-    """Answers `/inference/v1/generate`."""
+    """Answers `/inference/v1/generate`, and the routes that render its requests."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -89,11 +95,61 @@ class Generate:
             | {"return_token_ids": True, "return_weight_versions": True, "detokenize": False, "fills_context": True},
             **{name: _value(params, name) for name in GenerateParams.__struct_fields__},
         )
-        generation, plan, (prompt,) = await self._completions.start(asked, request, id_prefix="generate-tokens")
+        plan, (prompt,) = await self._completions.plan(asked, request, id_prefix="generate-tokens")
+        generation = await submit(state, plan)
         writer = GenerateWriter(
             generation, plan.head, plan.model.tokenizer, prompt.ids, params, shows_prompt=bool(body.return_token_ids)
         )
         return GenerationAnswer(generation, writer, stream=bool(body.stream))
+
+    @route("POST /v1/chat/completions/render", ChatRequest)
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
+        """The token ids of a conversation, as a request for /inference/v1/generate."""
+        plan = await check_chat(self._state, body, request, id_prefix="chatcmpl")
+        await complete(self._state, plan)
+        (rendered,) = await self._rendered(body, plan.generation)
+        return JsonAnswer(rendered)
+
+    @route("POST /v1/completions/render", CompletionRequest, answer_type="array")
+    async def completions(self, request: Request, body: CompletionRequest) -> Response:
+        """The token ids of prompts, as requests for /inference/v1/generate."""
+        plan, _ = await self._completions.plan(body, request, id_prefix="cmpl")
+        return JsonAnswer(NestedList(await self._rendered(body, plan)))
+
+    async def _rendered(self, body: SamplingFields, plan: GenerationPlan) -> list[dict[str, Any]]:
+        """The request for each prompt. A header names the field of a grammar with calls or reasoning, because there is
+        no field for such a grammar."""
+        constraint = asked_constraint(body)
+        if plan.grammar != await make_grammar(self._state, constraint):
+            note(UNENFORCED, plan.grammar_field)
+            constraint = None
+        return [_request(body, plan, index, constraint) for index in range(len(plan.prompts))]
+
+
+def _request(body: SamplingFields, plan: GenerationPlan, index: int, constraint: Constraint | None) -> dict[str, Any]:
+    head, ids = plan.head, plan.prompts[index]
+    given = {name: getattr(body, name, None) for name in GenerateParams.__struct_fields__}
+    params = given | {name: value for name, value in plan.sampling.values.items() if isinstance(value, int | float)}
+    params |= {
+        "n": head.n,
+        "max_tokens": plan.limits[index],
+        "logprobs": None if head.asked_ids else plan.logprobs,
+        "prompt_logprobs": plan.prompt_logprobs,
+        "truncate_prompt_tokens": None,  # the prompt is cut already
+        "structured_outputs": None if constraint is None else constraint.asked,
+    }
+    return {
+        "request_id": head.id if len(plan.prompts) == 1 else f"{head.id}-{index}",
+        "token_ids": list_of(ids, len(ids)),
+        "sampling_params": {name: value for name, value in params.items() if value is not None},
+        "model": head.model,
+        "features": None,
+        "stream": plan.stream,
+        "stream_options": body.stream_options or None,
+        "cache_salt": body.cache_salt,
+        "priority": plan.priority,
+        "kv_transfer_params": None,
+    }
 
 
 def _value(params: GenerateParams, name: str) -> Any:
