@@ -196,6 +196,19 @@ def test_beam_search_finds_the_best_answers(llm, ends, width, penalty):
         llm.beam_search(prompts, replace(params, beam_width=11))
 
 
+@pytest.mark.slow
+def test_the_beams_of_the_demo_are_the_best(monkeypatch):
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
+    with vllm.LLM(model="demo", device="cpu", compile_cache=str(COMPILED), **limits) as llm:
+        model, prompt = llm.model(), llm.get_tokenizer().encode("What is 47 + 35?")
+        monkeypatch.setitem(globals(), "model_of", lambda seed: model)
+        monkeypatch.setitem(globals(), "PROMPT", prompt)
+        params = BeamSearchParams(beam_width=4, max_tokens=8, length_penalty=2.0)
+        (found,) = llm.beam_search([TokensPrompt(prompt_token_ids=prompt)], params)
+        expected = searched(4, 8, 2.0, llm.engine.config.eos_token_ids)
+        assert [beam.tokens[len(prompt) :] for beam in found.sequences] == [tokens for _, tokens in expected]
+
+
 @pytest.mark.parametrize("shows_end", [False, True])
 def test_beams_over_http_are_the_choices(llm, ends, shows_end):
     """Two completions at once, of which the first has the answers that the search over exact numbers finds."""

@@ -151,7 +151,11 @@ class BeamSearch:
         step = replace(plan, head=replace(plan.head, n=1), sampling=_MOST_LIKELY, has_own_id=True, shows_text=False)
         step = replace(step, prompts=prompts, limits=[1] * len(prompts), logprobs=logprobs, new_reasoning=lambda: None)
         self._step = await submit(self._state, step)
-        await self._step.wait()
+        try:
+            await self._step.wait()
+        finally:
+            self.error = self._step.error
+            self._step.abort()  # ends its timer, which would hold it
         choices = iter(self._step.choices)
         longer: list[list[Beam]] = []
         for place, own in enumerate(beams):
