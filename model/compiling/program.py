@@ -21,7 +21,8 @@ from pallas_kernels.cpu import library
 # Custom calls of our kernels on GPUs and CPUs. `jax.export` does not promise that a later JAX runs them; the key holds
 # the version of JAX.
 _KERNEL_CALLS = ("mosaic_gpu_v2", "mosaic_gpu", *library.NAMES)
-CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+# Packages that compile or run a GPU's programs. Neither jax's nor jaxlib's version decides theirs.
+CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cublas")
 _NOT_OF_THE_TRACE = ("cache", "dump", "export", "logging", "traceback")  # parts of the names of JAX's options
 
 
@@ -43,12 +44,13 @@ class Program:
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        """The shapes, types and shardings that identify the program among those with the same name."""
-        return self.arguments, self.donated, self.out_shardings
+        """The shapes, types, shardings and devices that identify the program among those with the same name. They are
+        the same for attached devices and for descriptions of them."""
+        return *self.traced_shapes, tuple(device.id for device in self.devices())
 
     @property
     def traced_shapes(self) -> tuple[Any, ...]:
-        """What identifies the trace. It is the same for attached devices and for descriptions of them."""
+        """What identifies the trace, which is for any devices."""
         arguments = jax.tree.map(lambda x: (x.shape, x.dtype, _divided(x.sharding)), self.arguments)
         return arguments, self.donated, jax.tree.map(_divided, self.out_shardings)
 
@@ -112,9 +114,9 @@ def _divided(sharding: jax.sharding.Sharding) -> str:
 
 def compiler_of(device: jax.Device) -> str:
     """The version of what traces and compiles for the device. Descriptions of a GPU have no runtime that would say
-    it, so it is that of jax's plug-in."""
+    it, so these are the versions of packages."""
     if device.platform == "gpu":
-        return ", ".join(f"{name} {found.version}" for name in CUDA_PLUGINS for found in distributions(name=name))
+        return ", ".join(f"{name} {found.version}" for name in CUDA_PACKAGES for found in distributions(name=name))
     return " ".join(device.client.platform_version.split())
 
 

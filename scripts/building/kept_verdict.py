@@ -8,7 +8,6 @@ device, so the next start tests again.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -21,8 +20,6 @@ from model.compiling.program_store import executable_fingerprint
 from model.inputs.paths import Place
 from pallas_kernels.cpu import library
 
-# Packages that compile or run a chip's programs. Neither jax's nor jaxlib's version decides theirs.
-COMPILERS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cublas", "libtpu")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -39,7 +36,7 @@ class KeptVerdict:
         if folder is None or (platform == "gpu" and not NVIDIA_DRIVER.exists()):
             return
         driver = NVIDIA_DRIVER.read_text() if platform == "gpu" else ""
-        parts = (*facts, _versions(), driver, library.content_digest())
+        parts = (*facts, driver, library.content_digest())
         code = Path(pallas_kernels.__file__).parent
         made_from = fingerprint([code], parts, jax.local_devices()[0])
         self._name = f"self_tests/{executable_fingerprint(made_from, compiler_options(platform))}.passed"
@@ -57,8 +54,3 @@ class KeptVerdict:
     def delete(self) -> None:
         if self._files is not None:
             self._files.delete(self._name)
-
-
-def _versions() -> list[tuple[str, str]]:
-    """The names and versions of `COMPILERS` that are installed."""
-    return sorted((name, found.version) for name in COMPILERS for found in metadata.distributions(name=name))

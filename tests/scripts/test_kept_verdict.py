@@ -89,7 +89,9 @@ def other_options(monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
 CHANGES = {
     "the kernels' code": other_code,
     "jax": lambda monkeypatch, _: monkeypatch.setattr(jax, "__version__", "0.0.1"),
-    "the plug-in": lambda monkeypatch, _: monkeypatch.setattr(kept_verdict, "COMPILERS", ("numpy",)),
+    "the compiler": lambda monkeypatch, _: monkeypatch.setattr(
+        "model.compiling.program.compiler_of", lambda device: "another"
+    ),
     "the chips": lambda monkeypatch, _: monkeypatch.setattr(
         "model.compiling.program_store.topology", lambda: "another chip"
     ),

@@ -78,7 +78,7 @@ def test_the_versions_of_the_plug_in_are_in_a_gpus_fingerprint(tmp_path, monkeyp
 
     before = seen("PJRT C API\ncuda 13000")
     assert seen("PJRT C API\nNVIDIA H100 80GB HBM3") == before  # as described
-    monkeypatch.setattr(program_module, "CUDA_PLUGINS", ("numpy",))
+    monkeypatch.setattr(program_module, "CUDA_PACKAGES", ("numpy",))
     assert seen("PJRT C API\ncuda 13000") != before
 
 
