@@ -8,25 +8,33 @@ the programs. So do the versions of this program, of jax and of libtpu. A start 
 found, and what differs if it has found none. Weights are looked at, but not loaded: with `--load-format dummy`,
 `config.json` is enough for a model whose checkpoint is not quantised.
 
-For GPUs (`--target h100`, `--target 8xh100`) the programs are traced, kernels included, and not compiled: XLA chooses
-a GPU's products by timing them there. This needs the CUDA plug-in of jax, and no driver.
+For GPUs (`--target h100`, `--target 8xh100`) the programs are traced, kernels included. They are compiled, too, if
+FOLDER has been the folder of a start on such GPUs, or has a copy of what it left there: XLA's description of these GPUs
+and its choices of kernels, which it times there. A program with a product that was not timed stays traced. This needs
+the CUDA plug-in of jax, and no driver.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace as with_fields
+
 from model.inputs.words import report_lines
-from scripts.building.described_chips import be_on, topology_named
+from scripts.building.described_chips import GpuTopology, be_on, described_in, topology_named
+from scripts.building.device import compile_cache_folder
 from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.parsing import parse_flags
 from scripts.flags.settings import EngineSettings, add_engine_flags
 
 if TYPE_CHECKING:
-    from scripts.building.described_chips import GpuTopology, TpuTopology
+    from scripts.building.described_chips import TpuTopology
     from scripts.building.device import Report
     from scripts.building.runner import Built
 
@@ -51,6 +59,7 @@ def precompile(settings: EngineSettings, topology: TpuTopology | GpuTopology, re
         ValueError: the settings cannot be used, or the compiler for the target is missing.
         OSError: a program cannot be stored.
     """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA logs each kernel that no GPU has timed
     be_on(topology)
     from scripts.building.runner import build_runner
 
@@ -59,31 +68,44 @@ def precompile(settings: EngineSettings, topology: TpuTopology | GpuTopology, re
         report(
             f"  context           give the start --max-model-len {built.info.max_model_len}, too: its memory may differ"
         )
-    fill(built, topology.name, report)
+    fill(built, topology.name, report, is_exact=getattr(topology, "said", None) is not None)
 
 
-def fill(built: Built, target: str, report: Report) -> None:
-    """Makes the programs of a runner, unless they are in the cache. Raises OSError if one cannot be stored there."""
+def fill(built: Built, target: str, report: Report, *, is_exact: bool = True) -> None:
+    """Makes the programs of a runner, unless they are in the cache. Raises OSError if one cannot be stored there.
+
+    Args:
+        is_exact: XLA itself has described the target. A GPU's programs are compiled only then.
+    """
     from model.compiling.compile_cache import filling
     from scripts.building.attention_backend import compile_self_test
-    from scripts.building.precompiled import Made, is_made, only_traced, program_facts
+    from scripts.building.precompiled import CHOICES, Made, facts_of_compiled, made_before, program_facts
 
     started, folder = time.perf_counter(), built.plan.device.folders.programs
     if folder is None:
         raise ValueError("--compile-cache: there is no folder in which programs can be kept; name one of your own")
     plan, attention = built.plan, built.loader.attention
     facts, buckets = program_facts(built.runner, plan.facts(attention)), plan.ladder.buckets()
-    is_traced = only_traced(plan.device.platform)
-    count = len(buckets) if is_traced else len(buckets) + len(built.runner.described.updates())
-    if is_made(folder, facts):
+    is_gpu = plan.device.platform == "gpu"
+    compiles_gpu = is_gpu and is_exact and isinstance(folder, Path) and (folder / CHOICES).is_dir()
+    count = len(buckets) + len(built.runner.described.updates())
+    made = Made(target=target, facts=facts, programs=count)
+    if compiles_gpu:
+        made = with_fields(made, compiled=count, compiled_for=facts_of_compiled())
+    if made_before(folder, facts) == made:
         report(f"{folder} has these {count} programs for {target} already")
         return
-    if is_traced:
-        programs = built.runner.programs
-        programs.trace(buckets)
+    if is_gpu:
+        programs, kind = built.runner.programs, "traced programs"
+        with filling():
+            num_compiled = programs.make_elsewhere(buckets, compiles=compiles_gpu)
         if programs.untraced(buckets):
             raise OSError(f"--compile-cache: {folder} cannot be written to")
-        kind = "traced programs"
+        if compiles_gpu:
+            made = with_fields(made, compiled=num_compiled)
+            kind = f"programs, {num_compiled} of them compiled,"
+            if num_compiled < count:
+                report(f"  {count - num_compiled} are only traced: no such GPU has timed all of their products")
     else:
         with filling():
             built.runner.compile(buckets, lambda line: report(f"  {line}"))
@@ -95,7 +117,7 @@ def fill(built: Built, target: str, report: Report) -> None:
                 max_model_len=built.info.max_model_len,
             )
         kind = f"programs and {num_tests} of the self-test" if num_tests else "programs"
-    Made(target=target, facts=facts, programs=count).write(folder)
+    made.write(folder)
     report(f"{folder} has {count} {kind} for {target}, made in {time.perf_counter() - started:.1f} s")
 
 
@@ -113,6 +135,9 @@ def _precompile(args: argparse.Namespace) -> int:
     if args.compile_cache == "none":
         raise ValueError("--compile-cache none: it names the folder that is filled")
     args.device = topology.backend
+    folder = compile_cache_folder(args.compile_cache)
+    if isinstance(topology, GpuTopology) and folder is not None:
+        topology = replace(topology, said=described_in(folder, topology.name) or topology.said)
     precompile(EngineSettings.from_namespace(args), topology, lambda line: print(report_lines(line, verbose=True)))
     return 0
 

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple, override
 
@@ -71,6 +71,26 @@ def compile_lowered(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> 
     _looked_up.last = (None, "", False)
     executable = lowered.compile(compiler_options=dict(options))
     return Made(executable, *_looked_up.last)
+
+
+def compile_as_timed(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Made | None:
+    """Compiles a program for a GPU that is only described, with the kernels that such a GPU has found fastest. None: it
+    has not timed all of the program's products.
+
+    A fusion without a product may have another form there, under which it was not timed. XLA then takes its default.
+    """
+    complete = {**options, "xla_gpu_require_complete_aot_autotune_results": True}
+    with suppress(jax.errors.JaxRuntimeError):
+        return compile_lowered(lowered, complete)
+    try:
+        products = compile_lowered(lowered, complete | {"xla_gpu_experimental_enable_fusion_autotuner": False})
+    except jax.errors.JaxRuntimeError as error:
+        if str(error).startswith("NOT_FOUND"):
+            return None
+        raise
+    if products.folder is not None:
+        KeptFiles(products.folder).delete(file_of(products.key))
+    return compile_lowered(lowered, options)
 
 
 def keep_compilations(folder: Place) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ import jax
 
 from batcher.step import Bucket, longest_first
 from model.compiling.compilation import Compilation
-from model.compiling.compile_cache import CompileCounter, Made, compile_lowered
+from model.compiling.compile_cache import CompileCounter, Made, compile_as_timed, compile_lowered
 from model.compiling.compiler_options import compiler_options
 from model.compiling.program import Program, fingerprint
 from model.compiling.program_store import ProgramStore, executable_fingerprint
@@ -94,9 +96,7 @@ class CompiledPrograms:
             may_wait: buckets whose programs are left for `compile_later`.
             only_trace: nothing is compiled before `compile` is called.
         """
-        described = self._described
-        self._programs = {bucket: described.step(bucket) for bucket in longest_first(buckets)}
-        self._programs.update(described.updates())
+        self._programs = self._all(buckets)
         self.left = list(may_wait)
         lower = {key: partial(self._lower, key) for key in self._programs if key not in self.left}
         self._compilation = Compilation(lower, self._options, load=self._load, keep=self._keep, only_trace=only_trace)
@@ -107,11 +107,32 @@ class CompiledPrograms:
         store = self._store
         return [] if store is None else [b for b in buckets if not store.has(self._name(b), self._described.step(b))]
 
+    def _all(self, buckets: Iterable[Bucket]) -> dict[Bucket | str, Program]:
+        """The programs of a start."""
+        return {bucket: self._described.step(bucket) for bucket in longest_first(buckets)} | self._described.updates()
+
     def trace(self, buckets: Iterable[Bucket]) -> None:
         """Traces the buckets' programs that are not on the disk, and stores them there for another process."""
         for bucket in self.untraced(buckets):
             self._programs[bucket] = self._described.step(bucket)
             self._lower(bucket)
+
+    def make_elsewhere(self, buckets: Iterable[Bucket], *, compiles: bool) -> int:
+        """Traces all programs for GPUs that are only described, and also compiles them if `compiles`. They are kept.
+
+        Returns the number of compiled programs. The others have products that no such GPU has timed: XLA's default
+        kernels would make them slow.
+        """
+        self._programs, compiled = self._all(buckets), {}
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            for key in self._programs:
+                lowered = self._lower(key)
+                if compiles:
+                    compiled[key] = threads.submit(compile_as_timed, lowered, self._options)
+        made = {key: program for key, future in compiled.items() if (program := future.result()) is not None}
+        for key, program in made.items():
+            self._keep(key, program)
+        return len(made)
 
     def stop_compiling(self) -> None:
         """Cancels the compilation that `start_compiling` started."""

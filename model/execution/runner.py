@@ -69,8 +69,7 @@ class ModelRunner:
         config: the limits. Memory is planned at once; the K/V pages are allocated when the weights are in place.
         kv_scales: the argument of `place`, if the model's weights are arrays.
         program_folder: the folder that keeps programs for later starts (`ProgramStore`); None: none are kept.
-        keeps_executables: if False, only traces are kept there: executables of several hosts, and of described
-            devices, cannot be loaded.
+        keeps_executables: if False, only traces are kept there: executables of several hosts cannot be loaded.
         draft: a small model with the same vocabulary or an EAGLE head, and its attention over pages of the same size.
             Its weights are arrays or abstract, like those of `model`.
         adapter_weights: gives the weights of a LoRA adapter by its identity, for `stage_adapter`; None: there are no

@@ -1,8 +1,8 @@
 """Chips that are not attached, as the devices of a process that traces or compiles programs for them.
 
 libtpu describes TPUs by the name of a topology. XLA compiles for GPUs with the CUDA plug-in, without a driver. The
-description of a GPU is made from the chip's figures, or is what XLA itself has said of an attached one
-(`scripts/check`), in a file in `topologies/`.
+description of a GPU is made from the chip's figures, or is what XLA itself has said of an attached one: a start leaves
+it in the folder of programs, and `scripts/check` in `topologies/`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from model.compiling.kept_files import KeptFiles
+from model.inputs.paths import Place
 from pallas_kernels.chips import GPUS, TPUS, GpuChip, TpuChip
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ class GpuTopology:
 
     chip: GpuChip
     count: int = 1
+    said: bytes | None = None  # what XLA has said of attached ones; None: the chip's figures describe them
 
     backend: ClassVar = "cuda"
     # jax looks for CUDA's libraries only where a GPU is.
@@ -106,10 +109,9 @@ class GpuTopology:
                 self.chip.name, platform="cuda", target_config=self._figures(), topology=f"1x{self.count}x1"
             ).devices
         )
-        saved = FOLDER / f"{self.name}.bin"
-        if not saved.exists():
+        if self.said is None:
             return described
-        return list(topology_of(described).deserialize(saved.read_bytes())._make_compile_only_devices())
+        return list(topology_of(described).deserialize(self.said)._make_compile_only_devices())
 
     def _figures(self) -> str:
         """XLA's GpuTargetConfigProto. Without a driver version XLA keeps most calls out of CUDA graphs."""
@@ -142,7 +144,34 @@ def gpu_topology(name: str) -> GpuTopology:
     match = re.fullmatch(r"(?:([1-9]\d*)x)?(\w+)", name)
     if match is None or match[2] not in GPUS:
         raise ValueError(f"not a GPU target: {name=}; it is one of {sorted(GPUS)}, or several, as 8xh200")
-    return GpuTopology(chip=GPUS[match[2]], count=int(match[1] or 1))
+    saved = FOLDER / f"{name}.bin"
+    return GpuTopology(
+        chip=GPUS[match[2]], count=int(match[1] or 1), said=saved.read_bytes() if saved.exists() else None
+    )
+
+
+def attached_gpus() -> tuple[str, bytes] | None:
+    """The name of all GPUs of this host, on which jax runs, and what XLA says of them. None: `chips.GPUS` has no such
+    GPU."""
+    import jax
+
+    devices = jax.local_devices()
+    names = [name for name, chip in GPUS.items() if chip.device_kind == devices[0].device_kind]
+    if not names:
+        return None
+    name = names[0] if len(devices) == 1 else f"{len(devices)}x{names[0]}"
+    return name, topology_of(devices).serialize()
+
+
+def keep_description(folder: Place) -> None:
+    """Stores what XLA says of this host's GPUs in a folder of programs, where `described_in` finds it."""
+    if (found := attached_gpus()) is not None and described_in(folder, found[0]) != found[1]:
+        KeptFiles(folder).write(f"topologies/{found[0]}.bin", found[1])
+
+
+def described_in(folder: Place, name: str) -> bytes | None:
+    """What XLA has said of these GPUs at the last start with this folder of programs; None: there was no such start."""
+    return KeptFiles(folder).read(f"topologies/{name}.bin")
 
 
 def topology_of(devices: list[jax.Device]) -> Any:

@@ -1,8 +1,9 @@
-"""Programs that were compiled elsewhere for this chip with `scripts.precompile`, and the list that is next to them.
+"""Programs that were made elsewhere for this chip with `scripts.precompile`, and the list that is next to them.
 
 A program is looked up by a digest, which cannot say why it is not there. So the list has all facts that decide the
 programs, and a start reports the facts that differ. One fact is the number of K/V pages, which depends on the free
-memory: a start uses the list's number if the memory has room for it.
+memory: a start uses the list's number if the memory has room for it. A GPU's programs are traced. They are compiled if
+XLA's choices of kernels are in the folder, from a start on such a GPU, and more facts decide whether a start uses them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from model.inputs.json_file import read_fields
 from model.inputs.paths import Place, write_whole
 from model.inputs.private_folders import make_folder
 from model.inputs.schema import TEXT, described_as
+from scripts.building.described_chips import topology_of
 
 if TYPE_CHECKING:
     from model.execution.runner import ModelRunner
@@ -34,6 +37,8 @@ FOLDER = "precompiled"  # inside the folder of compiled programs
 PAGES = "K/V pages"
 CODE = "the code, or an option of jax"  # the digest also holds most other facts
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables from which XLA reads options
+CHOICES = "xla_gpu_per_fusion_autotune_cache_dir"  # JAX's folder of a GPU's choices, inside that of compiled programs
+VERSIONS = ("CUDA of the driver", "CUDA of the runtime", "CUDA of the compiler", "cuDNN")  # as XLA describes a GPU
 MOST_SHOWN = 160  # characters of a fact in a message
 LEAST_SHARE = 0.95  # of the pages that there is room for: programs that have fewer pages are not used
 
@@ -44,6 +49,8 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     target: TEXT  # the target of `scripts.precompile`
     facts: Annotated[dict[str, str], described_as("an object of texts")]
     programs: Annotated[int, described_as("an integer")]
+    compiled: Annotated[int, described_as("an integer")] = 0  # of a GPU's programs; the others are traced
+    compiled_for: Annotated[dict[str, str], described_as("an object of texts")] = {}  # more facts of a GPU's
 
     @property
     def num_pages(self) -> int:
@@ -59,18 +66,45 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
 
     def differences(self, facts: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         """The facts that differ, each as (the list's value, the value here)."""
-        names = dict.fromkeys([*self.facts, *facts])
-        pairs = {name: (self.facts.get(name, "none"), facts.get(name, "none")) for name in names}
-        different = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        different = _differences(self.facts, facts)
         if len(different) > 1:
             different.pop(CODE, None)
         return different
 
+    def remark(self) -> str:
+        """What a start finds."""
+        made = f"{self.programs} programs for {self.num_pages} K/V pages were made elsewhere, for {self.target}"
+        if not self.compiled_for:
+            return made
+        different = _differences(self.compiled_for, facts_of_compiled())
+        if different:
+            return f"{made}; they are compiled anew: {_reasons(different)}"
+        return f"{made}, {self.compiled} of them compiled"
 
-def only_traced(platform: str) -> bool:
-    """Whether programs that are made elsewhere are traced, but not compiled: XLA chooses a GPU's kernels by timing them
-    there."""
-    return platform == "gpu"
+
+def _differences(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    pairs = {name: (there.get(name, "none"), here.get(name, "none")) for name in dict.fromkeys([*there, *here])}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def facts_of_compiled() -> dict[str, str]:
+    """The facts that decide compiled programs, besides those that decide the traced ones."""
+    import jax
+
+    from model.compiling.program_store import topology
+
+    compresses = importlib.util.find_spec("zstandard") is not None  # JAX then compresses programs
+    chips = topology()
+    if jax.devices()[0].platform == "gpu":  # its description has the versions of CUDA and, last, the host's processor
+        texts = re.findall("[ -~]{4,}", topology_of(jax.devices()).serialize().decode("latin-1"))
+        versions = filter(re.compile(r"\d+(\.\d+)+").fullmatch, texts)
+        named = [" ".join(pair) for pair in zip(VERSIONS, versions, strict=False)]
+        chips = ", ".join([*named, f"processor {texts[-1]}", chips])
+    return {
+        "the package zstandard": "there" if compresses else "missing",
+        "the chips' topology": chips,
+        **{name: " ".join(sorted(os.environ.get(name, "").split())) for name in FLAGS},
+    }
 
 
 def program_facts(runner: ModelRunner, shapes: Mapping[str, str]) -> dict[str, str]:
@@ -84,17 +118,9 @@ def program_facts(runner: ModelRunner, shapes: Mapping[str, str]) -> dict[str, s
     import jaxlib
 
     from model.compiling.program import compiler_of
-    from model.compiling.program_store import topology
 
     device, limits = runner.described.device, runner.described.config
-    compresses = importlib.util.find_spec("zstandard") is not None  # JAX then compresses programs
-    of_compiled = {
-        "the package zstandard": "there" if compresses else "missing",
-        "the chips' topology": topology(),
-        **{name: " ".join(sorted(os.environ.get(name, "").split())) for name in FLAGS},
-    }
-    if only_traced(device.platform):
-        of_compiled = {"the chips": str(len(jax.devices()))}
+    of_compiled = {"the chips": str(len(jax.devices()))} if device.platform == "gpu" else facts_of_compiled()
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "jax": jax.__version__,
@@ -118,14 +144,14 @@ class Found:
     remark: str  # for the report: what they are, or why they cannot be used
 
 
-def made_for(folder: Place | None, runner: ModelRunner, shapes: Mapping[str, str]) -> Found | None:
+def made_for(folder: Place, runner: ModelRunner, shapes: Mapping[str, str]) -> Found | None:
     """Looks for programs that were compiled elsewhere for this start. None: there is no list.
 
     Args:
-        folder: the folder of compiled programs; None: there is none.
+        folder: the folder of compiled programs.
         shapes: the facts about the model, its attention and its steps.
     """
-    if folder is None or not (known := _read(folder)):
+    if not (known := _read(folder)):
         return None
     facts = program_facts(runner, shapes)
     room = int(facts[PAGES])
@@ -133,16 +159,15 @@ def made_for(folder: Place | None, runner: ModelRunner, shapes: Mapping[str, str
     usable = [made for made in known if made.differences(facts).keys() <= {PAGES} and least <= made.num_pages <= room]
     if usable:
         made = max(usable, key=lambda made: made.num_pages)
-        remark = f"{made.programs} programs for {made.num_pages} K/V pages were made elsewhere, for {made.target}"
-        return Found(made.num_pages, remark)
+        return Found(made.num_pages, made.remark())
     nearest = min(known, key=lambda made: len(made.differences(facts)))
-    reasons = "; ".join(f"{name}: {_told_apart(*pair)}" for name, pair in nearest.differences(facts).items())
+    reasons = _reasons(nearest.differences(facts))
     return Found(None, f"the programs made elsewhere for {nearest.target} are not used: {reasons}")
 
 
-def is_made(folder: Place, facts: Mapping[str, str]) -> bool:
-    """Whether the folder has all programs of a start with these facts."""
-    return any(made.facts == facts for made in _read(folder))
+def made_before(folder: Place, facts: Mapping[str, str]) -> Made | None:
+    """The list of the programs of a start with these facts; None: they have not been made."""
+    return next((made for made in _read(folder) if made.facts == facts), None)
 
 
 def _read(folder: Place) -> list[Made]:
@@ -155,6 +180,10 @@ def _read(folder: Place) -> list[Made]:
         except (OSError, ValueError) as error:
             logger.warning("a list of programs that were made elsewhere cannot be read: %s", error)
     return lists
+
+
+def _reasons(different: Mapping[str, tuple[str, str]]) -> str:
+    return "; ".join(f"{name}: {_told_apart(*pair)}" for name, pair in different.items())
 
 
 def _told_apart(there: str, here: str) -> str:

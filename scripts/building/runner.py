@@ -21,6 +21,7 @@ from model.execution.runner import ModelRunner
 from pallas_kernels.api import PagedAttention
 from scripts.building.adapter_store import RunnersStore
 from scripts.building.attention_backend import BACKENDS, Backends, Chosen, can_a_child_test, choose_attention
+from scripts.building.described_chips import keep_description
 from scripts.building.device import Report, phase, start_device
 from scripts.building.limits import EnginePlan, choose_limits, choose_step_timeout, even_context, long_prompts
 from scripts.building.load import Loader
@@ -287,7 +288,8 @@ def _make_runner(
         chips.planned,
         attention,
         program_folder=None if attention.backend.is_interpreted else device.folders.programs,
-        keeps_executables=others is None and not only_programs,
+        # Described TPUs give no executable that can be kept: a start finds their programs in JAX's cache.
+        keeps_executables=others is None and (device.platform == "gpu" or not only_programs),
         draft=chips.draft_over(attention.backend),
         adapter_weights=None if adapters is None else adapters.weights,
         model_weights=None if models is None else models.weights,
@@ -296,9 +298,12 @@ def _make_runner(
     room = num_pages = runner.capacity().num_pages
     if others is not None:
         num_pages = others.agree(room, plan.facts(attention))
-    elif not only_programs and (made := made_for(device.folders.programs, runner, plan.facts(attention))) is not None:
-        num_pages = made.num_pages or room
-        report(f"  precompiled       {made.remark}")
+    elif not only_programs and (folder := device.folders.programs) is not None:
+        if device.platform == "gpu":
+            keep_description(folder)
+        if (made := made_for(folder, runner, plan.facts(attention))) is not None:
+            num_pages = made.num_pages or room
+            report(f"  precompiled       {made.remark}")
     return runner if num_pages >= room else make(replace(chips.limits, num_pages=num_pages))
 
 

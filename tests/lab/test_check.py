@@ -80,6 +80,12 @@ def test_a_program_that_is_compiled_though_it_was_made_is_wrong(found, status):
     traced = Result()
     made_elsewhere.read(START.format(found=0).splitlines(keepends=True), "h100", traced, only_traced=True)
     assert (traced.status, traced.figures["found"]) == ("right", 7)  # on GPUs
+    compiled = Result()
+    loaded = START.replace("compiled 7", "compiled 2").replace(
+        "7 were traced before", "2 were traced before, 5 more were exported before"
+    )
+    made_elsewhere.read(loaded.format(found=0).splitlines(keepends=True), "h100", compiled)
+    assert (compiled.status, compiled.figures["found"], compiled.figures["needed"]) == ("wrong", 5, 7)
     with pytest.raises(FailedError, match="ended before it was ready"):
         made_elsewhere.read(START.splitlines()[:2], "v6e:1x1", Result())
 

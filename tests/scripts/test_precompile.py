@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,14 +17,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from jax import export
+from msgspec.structs import replace as replace_fields
 
 from model.compiling.compile_cache import keep_compilations
 from model.presets import preset
 from scripts import precompile
 from scripts.building.limits import bucket_config
-from scripts.building.precompiled import CODE, PAGES, Made, made_for, program_facts
+from scripts.building.precompiled import CHOICES, CODE, PAGES, Made, facts_of_compiled, made_for, program_facts
 from scripts.building.tracers import start_tracers
 from scripts.flags.settings import EngineSettings
+from scripts.lab import dispatch
+from scripts.lab.accounts import cuda_stand_in
 from tests.conftest import COMPILED
 from tests.model import checkpoints
 from tests.scripts.precompile_one import OneStep, built, described, shapes
@@ -122,6 +127,18 @@ def test_other_flags_and_other_code_are_named(settings):
     remark = made_for(folder, other.runner, shapes(other)).remark
     assert "the limits: max_model_len=32 there, max_model_len=16 here" in remark
     assert len(remark) < 400
+
+
+def test_a_start_says_why_it_compiles_what_was_compiled_for_a_gpu(settings):
+    start, own = described(settings), facts_of_compiled()
+    folder, topology = Path(settings.compile_cache), "the chips' topology"
+    made = Made(target="h100", facts=program_facts(start.runner, shapes(start)), programs=4, compiled=3)
+    for facts, ending in (
+        (own, ", 3 of them compiled"),
+        (own | {topology: "cuDNN 9"}, f"; they are compiled anew: {topology}: cuDNN 9 there, {own[topology]} here"),
+    ):
+        replace_fields(made, compiled_for=facts).write(folder)
+        assert made_for(folder, start.runner, shapes(start)).remark.endswith(f"made elsewhere, for h100{ending}")
 
 
 @pytest.mark.parametrize(
@@ -268,17 +285,96 @@ def test_programs_for_a_gpu_are_traced_and_have_the_same_names_in_every_process(
     said = precompiled(for_chips, first, target="h100")
     assert "jax on 1 x NVIDIA H100 80GB HBM3" in said
     assert "attention backend gpu, without a test" in said
-    assert f"{first} has 1 traced programs for h100" in said
+    assert f"{first} has 4 traced programs for h100" in said
     # A GPU compiles them itself, so XLA's options and the folder's other content do not matter.
     precompiled(for_chips, again, target="h100", XLA_FLAGS="--xla_gpu_autotune_level=0")
     assert names(first) == names(again)
-    assert list(map(len, names(first))) == [1, 0]
-    (program,) = (first / "traced").rglob("*.stablehlo")
-    assert program.read_bytes() == next((again / "traced").rglob("*.stablehlo")).read_bytes()
-    assert b"mosaic_gpu" in program.read_bytes()
-    assert precompiled(for_chips, first, target="h100").endswith("has these 1 programs for h100 already\n")
+    assert list(map(len, names(first))) == [4, 0]
+    programs, same = (
+        sorted(path.read_bytes()[32:] for path in (cache / "traced").rglob("*.stablehlo")) for cache in (first, again)
+    )  # after the checksum
+    assert programs == same
+    texts = [export.deserialize(bytearray(program)).mlir_module() for program in programs]
+    assert sum("@mosaic_gpu" in text for text in texts) == 1  # the step; the others are the updates
+    assert precompiled(for_chips, first, target="h100").endswith("has these 4 programs for h100 already\n")
     precompiled(for_chips, other, target="h200")
     assert not folders(other) & folders(first)
+
+
+ON_DRIVER = """
+import ctypes, json, re, sys
+ctypes.CDLL("libcudart.so.13")  # the plug-in would load the real runtime
+from jax._src import hardware_utils
+hardware_utils.has_visible_nvidia_gpu = lambda: True
+from scripts.flags.settings import EngineSettings
+from tests.scripts.precompile_one import built
+said = []
+start = built(EngineSettings(
+    model=sys.argv[1], compile_cache=sys.argv[2], load_format="dummy", device="cuda", self_test="never",
+    max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256), said)
+start.runner.warm_up(start.plan.ladder.buckets(), said.append)
+print(*said, sep="\\n")
+for program in start.runner.programs.steps.values():
+    lines = re.findall(r"= (\\S+ fusion)\\(.*backend_config=(\\{.*\\})", program.as_text())
+    kernels = [(shape, json.dumps(json.loads(config), sort_keys=True)) for shape, config in lines]
+    print("kernels", *sorted(kernels), sep="\\n")
+"""
+
+
+@pytest.fixture
+def on_driver(for_chips, tmp_path, monkeypatch):
+    """Starts with a folder of programs, on a CUDA driver that runs no kernel: XLA's client of a GPU compiles, times,
+    stores and loads programs on it."""
+    monkeypatch.setattr(cuda_stand_in, "SOURCE", source := tmp_path / "driver.c")
+    own = Path(cuda_stand_in.__file__).with_suffix(".c").read_text()
+
+    def start(cache: Path, version: str = "13000") -> str:
+        if not (driver := tmp_path / f"driver-{version}").exists():
+            source.write_text(own.replace("CUDA_VERSION 13000", f"CUDA_VERSION {version}"))
+            driver.mkdir()
+            cuda_stand_in.build(driver)
+        env = dispatch.ENVIRONMENT | {"XLA_FLAGS": "", "LD_LIBRARY_PATH": str(driver)}
+        command = [sys.executable, "-c", ON_DRIVER, str(for_chips), str(cache)]
+        done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return start
+
+
+@needs_cuda_plugin
+@pytest.mark.targets
+@pytest.mark.slow
+def test_programs_that_were_compiled_without_a_gpu_are_loaded_on_one(for_chips, tmp_path, on_driver):
+    """What the start has timed on its GPU decides the kernels: a program is the one that the GPU compiles itself."""
+    served, made, few = (tmp_path / name for name in ("served", "made", "few"))
+    own = on_driver(served)
+    assert "compiled 4 programs" in own
+    for folder in (made, few):
+        folder.mkdir(0o700)
+        for part in (CHOICES, "topologies"):
+            shutil.copytree(served / part, folder / part)
+    said = precompiled(for_chips, made, target="h100")
+    assert f"{made} has 4 programs, 4 of them compiled, for h100" in said
+    assert precompiled(for_chips, made, target="h100").endswith("has these 4 programs for h100 already\n")
+    found = on_driver(made)
+    assert "4 programs for 64 K/V pages were made elsewhere, for h100, 4 of them compiled" in found
+    assert "compiled 0 programs" in found and "4 more were exported before" in found
+    kernels = own.partition("kernels")[2]
+    assert found.partition("kernels")[2] == kernels and "__triton_nested_gemm_fusion" in kernels
+
+    newer = on_driver(made, "13010")
+    assert "made elsewhere, for h100; they are compiled anew: the chips' topology: " in newer
+    assert "CUDA of the driver 13.0.0, " in newer and " there, CUDA of the driver 13.1.0, " in newer
+    assert "compiled 4 programs" in newer and "4 were traced before" in newer
+
+    shutil.rmtree(few / CHOICES)
+    (few / CHOICES).mkdir()  # the step has products, which no GPU has timed; the updates have none
+    said = precompiled(for_chips, few, target="h100")
+    assert f"{few} has 4 programs, 3 of them compiled, for h100" in said
+    assert "1 are only traced: no such GPU has timed all of their products" in said
+    found = on_driver(few)
+    assert "3 of them compiled" in found and "compiled 1 programs" in found and "3 more were exported before" in found
 
 
 SAVED = """
@@ -290,9 +386,9 @@ be_on(topology_named("h100"))
 import jax
 from jaxlib import xla_client
 jax.config.update("jax_platforms", "cuda,cpu")
-from scripts.lab.chip.made_elsewhere import save_topology
+from scripts.lab.chip.made_elsewhere import attached_target
 described_chips.FOLDER = Path(sys.argv[1])
-path = save_topology("h100", described_chips.FOLDER)
+path = described_chips.FOLDER / f"{attached_target('cuda')}.bin"
 (device,) = topology_named("h100").devices()
 identities = {xla_client.get_topology_for_devices([d]).fingerprint() for d in (device, jax.devices()[0])}
 print(path.name, device.device_kind, device.core_count, device.compute_capability, len(identities))

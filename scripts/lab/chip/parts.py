@@ -35,7 +35,7 @@ PARTS = {  # those first that tell most of what is not known yet
     "load": Part("Throughput", 200, "load:run"),
     "starts": Part("A cold and a warm start", 120, "starts:run"),
     "peers": Part("PyTorch and transformers on this card", 120, "torch_peers:run"),
-    "elsewhere": Part("Programs made without the chip", 100, "made_elsewhere:run"),
+    "elsewhere": Part("Programs made without the chip", 150, "made_elsewhere:run"),
     "kernels": Part("Kernels against float32", 200, "kernels:run"),
     "pool": Part("Kernels in a pool of serving size", 100, "kernels:run_in_a_large_pool"),
     "text": Part("Text of the served demo against a CPU's", 120, "text:run"),
