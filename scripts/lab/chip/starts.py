@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tarfile
 import tempfile
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from scripts.building.precompiled import CHOICES
 from scripts.lab.chip.load import serve_flags
 from scripts.lab.chip.parts import Options, Result
 from scripts.lab.startup import start
@@ -26,6 +29,12 @@ def run(options: Options, result: Result) -> None:
         if WARM not in result.before:  # it needs what a cold one leaves
             result.before.pop(COLD, None)
         result.measure({name: partial(_start, flags) for name in (COLD, WARM)}, show)
+        if (choices := Path(cache, CHOICES)).exists() and result.kept_in is not None:
+            kept = result.kept_in.with_name("choices.tgz")
+            with tarfile.open(kept, "w:gz") as tar:
+                for part in (choices, Path(cache, "topologies")):
+                    tar.add(part, part.name)
+            result.say(f"- XLA's choices of kernels are in {kept}: `scripts.precompile` compiles with them.")
 
 
 def _start(flags: list[str]) -> dict[str, Any]:
