@@ -64,7 +64,7 @@ def compile_while_serving(
         if inbox.is_stopping or inbox.death is not None:
             return
         try:
-            runner.compile_later(bucket, report)
+            runner.compile_later(bucket)
         except Exception as error:
             inbox.put(error)
             return

@@ -240,7 +240,7 @@ class Runner(Protocol):
         Returns the buckets of `may_wait` that it has left for `compile_later`, because compiling them takes long.
         """
 
-    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
+    def compile_later(self, bucket: Bucket) -> None:
         """Compiles a program that `warm_up` has left. It does not count in `num_compiles`. A separate thread calls it
         for one bucket after the other while steps run."""
 

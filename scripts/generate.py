@@ -141,10 +141,6 @@ def begin(journal: Journal, output: Output, run: Header, keys: Sequence[Key], *,
     Raises:
         ValueError: the journal belongs to another run, or an output exists that this run must not replace.
     """
-    if overwrite:
-        output.forget_journal()
-    else:
-        output.fetch_journal(journal)
     if journal.is_empty:
         if run.replaces is not None and not overwrite:
             print(f"{output.place} is there already: nothing to do (--overwrite does it again)", file=sys.stderr)
@@ -209,8 +205,7 @@ def main(argv: list[str] | None = None) -> int:
                 run = Header(input=input_digest(keys), settings=answering, replaces=output.version())
                 if not begin(journal, output, run, keys, overwrite=args.overwrite):
                     return 0
-                with output.kept(journal):
-                    num_errors = generate(batch, keys, output, journal, args.params, load)
+                num_errors = generate(batch, keys, output, journal, args.params, load)
     except BlockingIOError:
         return failed("generate", ValueError(f"another run is writing {partial}"), debug=False)
     except EngineDeadError as error:

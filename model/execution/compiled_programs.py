@@ -20,7 +20,7 @@ from model.compiling.compile_cache import CompileCounter, Made, compile_as_timed
 from model.compiling.compiler_options import compiler_options
 from model.compiling.program import Program, fingerprint
 from model.compiling.program_store import ProgramStore, executable_fingerprint
-from model.execution import dequantized_copies, memory_plan
+from model.execution import memory_plan
 from model.execution.device_memory import device_memory, return_freed_memory
 from model.execution.step_programs import BRING_MASKS, PATCH, RESET_HISTORY, WRITE_ADAPTER, StepPrograms
 from model.inputs.paths import Place
@@ -166,20 +166,14 @@ class CompiledPrograms:
         self.steps = {bucket: programs[bucket] for bucket in buckets if bucket in programs}
         return_freed_memory()
         self._check_temporaries()
-        self._check_dequantized_copies(self.steps, report)
         report(self._account(compilation, waiting_since))
 
-    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
+    def compile_later(self, bucket: Bucket) -> None:
         """Compiles the program of a bucket that `compile` has left, or loads it from the disk. Other threads may
-        execute steps. Its memory is not checked, because the largest programs are compiled before.
-
-        Raises:
-            ValueError: the program writes dequantised copies of weights (`dequantized_copies.check`).
-        """
+        execute steps. Its memory is not checked, because the largest programs are compiled before."""
         program = self._load(bucket) or self._compiled_now(bucket)
         if bucket in self.from_disk:
             self.untried.add(bucket)
-        self._check_dequantized_copies({bucket: program}, report)
         self.steps[bucket] = program
         return_freed_memory()
 
@@ -247,13 +241,6 @@ class CompiledPrograms:
                 f"the largest program needs {largest / memory_plan.GIB:.2f} GiB besides its arguments and only "
                 f"{free / memory_plan.GIB:.2f} GiB are free: lower --memory-utilization or --max-num-batched-tokens"
             )
-
-    def _check_dequantized_copies(self, programs: dict[Bucket, Any], report: Callable[[str], None]) -> None:
-        described = self._described
-        for remark in dequantized_copies.check(
-            programs, described.quantized_kernels, described.model_config, described.attention
-        ):
-            report(remark)
 
     def _account(self, compilation: Compilation[Bucket | str], waiting_since: float) -> str:
         now = time.perf_counter()

@@ -17,7 +17,7 @@ from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, Variant
 from model.compiling.program import Program
-from model.execution import adapter_arrays, dequantized_copies
+from model.execution import adapter_arrays
 from model.execution.draft_networks import DraftModel, EagleDrafts
 from model.execution.draft_pages import DraftPages
 from model.execution.drafter import Drafter
@@ -92,7 +92,6 @@ class StepPrograms:
         )
         self.adapters_like = describe(num_slots=config.max_loras) if config.max_loras else []
         self.staged_like = describe(num_slots=1) if config.max_loras else []
-        self.quantized_kernels = dequantized_copies.quantized_kernels(model, self.device.platform, attention.mesh)
 
     @property
     def device(self) -> jax.Device:

@@ -99,11 +99,6 @@ class FourBitMethod(LinearMethod):
         out_axis, in_axis = axes
         return FourBitTpuMethod(self.form, mesh=mesh, out_axis=out_axis, in_axis=in_axis, interpret=interpret)
 
-    def shapes(self, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The shapes of dequantised weights in a program: the whole kernel, and the kernel cut into groups."""
-        num_out, width = kernel
-        return kernel, (num_out, width // self.form.group, self.form.group)
-
 
 @dataclass(frozen=True)
 class FourBitTpuMethod(FourBitMethod):
@@ -143,9 +138,6 @@ class FourBitTpuMethod(FourBitMethod):
 
     def on_tpu(self, *_: Any, **__: Any) -> None:
         """None: this method is already the one for TPUs."""
-
-    def shapes(self, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return super().shapes(kernel[::-1])
 
 
 def quantize_groups(weights: jax.Array, group: int, scale_dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array]:

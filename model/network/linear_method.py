@@ -59,10 +59,6 @@ class LinearMethod(ABC):
         """
         return None
 
-    def shapes(self, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The shapes in which a program could write the weights of a kernel of this shape."""
-        return (kernel,)
-
 
 @dataclass(frozen=True)
 class Unquantized(LinearMethod):

@@ -60,11 +60,6 @@ class SixBitMethod(LinearMethod):
             return four_bit.pack(value)
         return _pack_upper(value) if name == "kernel_upper" else four_bit.pack_groups(value)
 
-    def shapes(self, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The shapes of dequantised weights in a program: the whole kernel, and the kernel cut into groups."""
-        num_out, width = kernel
-        return kernel, (num_out, width // self.form.group, self.form.group)
-
 
 def quantize(weights: jax.Array) -> dict[str, jax.Array]:
     """weights [out, in] of any float type -> the parameters, by name.

@@ -77,8 +77,8 @@ class Recorder:
     ) -> Collection[Bucket]:
         return self._runner.warm_up(buckets, report, may_wait)
 
-    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
-        self._runner.compile_later(bucket, report)
+    def compile_later(self, bucket: Bucket) -> None:
+        self._runner.compile_later(bucket)
 
     def stage(self, kind: WeightsKind, identity: int) -> None:
         self._runner.stage(kind, identity)

@@ -29,24 +29,18 @@ class Journal:
     continue after a kill at any moment. Only one process at a time can hold the journal. A journal without records
     leaves no file.
 
-    Args:
-        name: the name of the file in messages, in place of `path`.
-
     Raises:
         BlockingIOError: another process holds the journal; nothing was changed.
         ValueError: the file is not a journal.
     """
 
-    def __init__(self, path: Path, name: object = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._name = path if name is None else name
         self._file = _open_locked(path)
         self._header: Header | None = None
         self._places: dict[int, tuple[int, int]] = {}  # a line's number -> offset, size of its record
         self._errors: set[int] = set()  # the lines whose records are errors
         self._end = 0
-        self.is_finished = False  # whether the output has been written
-        self._objection: str | None = None  # why this run must not go on
         self._is_new = True  # the header is not in the file, where records of another run may still be
         try:
             self._read_back()
@@ -88,29 +82,12 @@ class Journal:
         else:
             return
         raise ValueError(
-            f"{self._name} holds {len(self._places)} finished records of an interrupted run over {difference}. Finish "
+            f"{self._path} holds {len(self._places)} finished records of an interrupted run over {difference}. Finish "
             "that run with its own command, or name another --output; --overwrite drops the records"
         )
 
-    def take_in(self, other: Journal) -> None:
-        """Adds the records of another copy of this journal. Raises ValueError if they are of another run."""
-        if other.is_empty:
-            return
-        if self.is_empty:
-            self.begin(other.header)
-        other.check_belongs_to(self.header)
-        for number in other._places:
-            if number not in self:
-                self.add(number, other._record(number))
-
-    def stop(self, reason: str) -> None:
-        """Ends the run: the next `add` raises ValueError with the reason. May be called from any thread."""
-        self._objection = reason
-
     def add(self, number: int, record: bytes) -> None:
         """Adds the record of a line, as JSON. After the return, the record survives a kill of this process."""
-        if self._objection is not None:
-            raise ValueError(self._objection)
         first = b""
         if self._is_new:
             self._file.truncate(0)
@@ -135,7 +112,6 @@ class Journal:
 
     def finish(self) -> None:
         """Removes the journal, whose records are now in the output."""
-        self.is_finished = True
         self._close(remove=True)
 
     def __enter__(self) -> Self:
@@ -184,7 +160,7 @@ class Journal:
         self._file.truncate(self._end)
 
     def _is_something_else(self) -> ValueError:
-        return ValueError(f"{self._name} is in the way: it holds something else than the records of an interrupted run")
+        return ValueError(f"{self._path} is in the way: it holds something else than the records of an interrupted run")
 
 
 _START = b'{"input":"'  # of a header

@@ -262,7 +262,7 @@ class FakeRunner:
         report(f"{len(self._warm)} buckets")
         return list(may_wait)
 
-    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
+    def compile_later(self, bucket: Bucket) -> None:
         if self._on_compile is not None:
             self._on_compile(bucket)
         self.compiled_later.append(bucket)

@@ -126,7 +126,7 @@ class Drive:
         """Does what the engine's compiling thread does, once."""
         later = self.engine._deferred_programs
         if (following := later.next()) is not None:
-            self.runner.compile_later(following[0], print)
+            self.runner.compile_later(following[0])
             later.arrived(following[0])
 
     def finish(self, max_steps: int = 10_000) -> None:

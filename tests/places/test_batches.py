@@ -1,4 +1,4 @@
-"""Batch runs whose output is in a store: whole or not there, and continued on another machine."""
+"""Batch runs whose output is in a store: whole or not there, and continued on the same machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from model.inputs.paths import place
 from model.inputs.remote import RemotePath
 from scripts.generate import BatchInput, begin, generate
-from scripts.offline import output as outputs
 from scripts.offline.journal import Header, Journal
 from scripts.offline.output import Output
 from server.http.encoding import encode_json
@@ -52,47 +51,33 @@ def run(
         header = Header(input=lines, settings={}, replaces=output.version())
         keys = [(number, lines) for number in NUMBERS]
         if begin(journal, output, header, keys, overwrite=overwrite):
-            with output.kept(journal):
-                add(journal)
-                if all(number in journal for number in NUMBERS):
-                    generate(None, keys, output, journal, {}, load)
+            add(journal)
+            if all(number in journal for number in NUMBERS):
+                generate(None, keys, output, journal, {}, load)
 
 
-def test_another_machine_goes_on_where_the_first_was_interrupted(url, tmp_path):
+def test_the_same_machine_goes_on_where_a_run_was_interrupted(url, tmp_path):
     def interrupted(journal: Journal) -> None:
         journal.add(2, encode_json(RECORD))
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(url, tmp_path / "first", interrupted)
+        run(url, tmp_path, interrupted)
     assert not url.exists()
-    assert url.with_name("out.jsonl.partial").is_file()
+    with pytest.raises(ValueError, match=r"out\.jsonl\.partial holds 1 finished records.*over another input"):
+        run(url, tmp_path, lambda journal: None, "bb")
 
     def rest(journal: Journal) -> None:
         assert 2 in journal
         journal.add(1, encode_json(RECORD | {"n": 1}))
 
-    run(url, tmp_path / "second", rest)
+    run(url, tmp_path, rest)
     assert [json.loads(line).get("n") for line in url.read_text().splitlines()] == [1, None]
     assert sorted(entry.name for entry in url.parent.iterdir()) == ["other", "out.jsonl"]
-    assert [path for path in (tmp_path / "second").rglob("*") if path.is_file()] == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_copies_of_the_journal_go_to_the_bucket_while_it_grows(url, tmp_path, monkeypatch):
-    monkeypatch.setattr(outputs, "SECONDS_BETWEEN_COPIES", 0.01)
-    copy = url.with_name("out.jsonl.partial")
-
-    def add(journal: Journal) -> None:
-        for number in NUMBERS:
-            journal.add(number, encode_json(RECORD))
-            while not (copy.exists() and copy.read_bytes().count(b"\n") == 1 + number):
-                pass
-
-    run(url, tmp_path, add)
-    assert url.is_file() and not copy.exists()
-
-
-def test_a_bucket_that_fails_costs_no_record(url, tmp_path, monkeypatch, capsys):
+def test_a_bucket_that_fails_costs_no_record(url, tmp_path, monkeypatch):
     def fail(self: RemotePath, local: Path, **options: bool) -> None:
         raise ValueError(f"{self}: no permission")
 
@@ -100,32 +85,8 @@ def test_a_bucket_that_fails_costs_no_record(url, tmp_path, monkeypatch, capsys)
         patch.setattr(RemotePath, "copy_from", fail)
         with pytest.raises(ValueError, match="no permission"):
             run(url, tmp_path, add_all)
-    assert "the finished records are on this machine only" in capsys.readouterr().err
     run(url, tmp_path, lambda journal: None)
     assert url.read_text().count("\n") == 2
-
-
-def test_of_two_machines_the_one_that_began_last_goes_on(url, tmp_path, monkeypatch):
-    """The first one ends with its next record after it has seen the other's copy, and leaves that alone."""
-    monkeypatch.setattr(outputs, "SECONDS_BETWEEN_COPIES", 0.01)
-    copy = url.with_name("out.jsonl.partial")
-
-    def first(journal: Journal) -> None:
-        journal.add(1, encode_json(RECORD | {"by": "first"}))
-        while not (copy.exists() and copy.read_bytes().endswith(b"\n")):  # this store's files grow
-            pass
-        run(url, tmp_path / "second", second)
-        while True:
-            journal.add(2, encode_json(RECORD | {"by": "first"}))
-
-    def second(journal: Journal) -> None:
-        assert 1 in journal
-        journal.add(2, encode_json(RECORD | {"by": "second"}))
-
-    with pytest.raises(ValueError, match=r"another run writes memory://bucket/batches/out\.jsonl.*its records are in"):
-        run(url, tmp_path / "first", first)
-    assert [json.loads(line)["by"] for line in url.read_text().splitlines()] == ["first", "second"]
-    assert not copy.exists()
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -138,11 +99,11 @@ def test_an_output_that_another_machine_has_written_meanwhile_stays(url, tmp_pat
             journal.add(number, encode_json(RECORD))
         url.write_bytes(b"the other's")
 
-    with pytest.raises(ValueError, match="another run writes"):
+    with pytest.raises(ValueError, match="another run has written"):
         run(url, tmp_path, meanwhile, overwrite=not is_new)
     for _ in range(2):
         assert url.read_bytes() == b"the other's"
-        with pytest.raises(ValueError, match=r"If memory://bucket/batches/out\.jsonl is there, move it away"):
+        with pytest.raises(ValueError, match=r"Move memory://bucket/batches/out\.jsonl away"):
             run(url, tmp_path, lambda journal: None)
     url.unlink()
     run(url, tmp_path, lambda journal: None)
@@ -156,63 +117,11 @@ def test_a_run_that_ended_between_its_output_and_the_removal_of_its_journal_is_c
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "finish", end)
         with pytest.raises(KeyboardInterrupt):
-            run(url, tmp_path / "first", add_all)
+            run(url, tmp_path, add_all)
     before = url.read_bytes()
-    assert url.with_name("out.jsonl.partial").is_file()
-    run(url, tmp_path / "second", lambda journal: None)
+    run(url, tmp_path, lambda journal: None)
     assert url.read_bytes() == before
-    assert not url.with_name("out.jsonl.partial").exists()
-
-
-def test_records_of_two_machines_are_put_together_and_those_of_another_input_are_refused(url, tmp_path):
-    """Of the first machine's journal the bucket has an old copy, or another run's."""
-
-    def interrupted(number: int) -> Callable[[Journal], None]:
-        def add(journal: Journal) -> None:
-            journal.add(number, encode_json(RECORD | {"n": number}))
-            raise KeyboardInterrupt
-
-        return add
-
-    copy = url.with_name("out.jsonl.partial")
-    with pytest.raises(KeyboardInterrupt):
-        run(url, tmp_path / "first", interrupted(1))
-    copy.unlink()
-    with pytest.raises(KeyboardInterrupt):
-        run(url, tmp_path / "second", interrupted(2), "bb")
-    before = copy.read_bytes()
-    with pytest.raises(ValueError, match=r"out\.jsonl\.partial holds 1 finished records.*over another input"):
-        run(url, tmp_path / "first", lambda journal: None)
-    assert copy.read_bytes() == before
-    copy.unlink()
-    with pytest.raises(KeyboardInterrupt):
-        run(url, tmp_path / "third", interrupted(2))
-    run(url, tmp_path / "first", lambda journal: None)
-    assert [json.loads(line)["n"] for line in url.read_text().splitlines()] == NUMBERS
-
-
-def test_a_copy_whose_writing_failed_is_not_anothers(url, tmp_path, monkeypatch, capsys):
-    """The answer to a write may be lost although it has succeeded."""
-    monkeypatch.setattr(outputs, "SECONDS_BETWEEN_COPIES", 0.01)
-    write, lost = RemotePath.copy_from, []
-
-    def lose_the_first(self: RemotePath, local: Path, **options: bool) -> None:
-        write(self, local, **options)
-        if not lost:
-            lost.append(self)
-            raise ValueError("the connection ended")
-
-    monkeypatch.setattr(RemotePath, "copy_from", lose_the_first)
-
-    def add(journal: Journal) -> None:
-        journal.add(1, encode_json(RECORD))
-        while not lost:
-            pass
-        journal.add(2, encode_json(RECORD))
-
-    run(url, tmp_path, add)
-    assert "the connection ended" in capsys.readouterr().err
-    assert url.read_text().count("\n") == 2
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_an_input_is_read_whole_and_several_times(url):

@@ -47,7 +47,6 @@ from batcher.step import Bucket, PackedLayout, Variant
 from model.compiling.compiler_options import compiler_options
 from model.config import LlamaConfig
 from model.eagle_config import EagleConfig, EagleForm
-from model.execution.dequantized_copies import find, told_apart
 from model.execution.memory_plan import RunnerConfig, weights_bytes
 from model.execution.step_programs import StepPrograms
 from model.network.eagle import EagleHead
@@ -62,6 +61,7 @@ from pallas_kernels.spec import Backend
 from scripts.building.attention_backend import paged_attention
 from scripts.building.weights import choose_rounding
 from scripts.lab.accounts import gpu_report
+from scripts.lab.accounts.dequantized_copies import find, quantized_kernels, told_apart
 from scripts.lab.accounts.glue import layer_cycles
 from scripts.lab.accounts.gpu_addresses import read_moving
 from scripts.lab.accounts.specs import KV_DTYPES
@@ -212,6 +212,7 @@ def compile_step(
         dump.write_text(text)
     read = step_bytes(model, own, num_rows=rows, context=context)
     plain, gained = read["weights_read"], sum(acceptance**place for place in range(1 + count))
+    kernels = quantized_kernels(model, platform, own.mesh)
     if network is not None:
         read["weights_read"] += _read_by(network, model, count)
     return {
@@ -224,7 +225,7 @@ def compile_step(
         "kv_bytes": own.page_bytes() * (1 + num_pages) * config.num_layers,
         "alias_bytes": memory.alias_size_in_bytes, "temp_bytes": memory.temp_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
-        "dequantized_copies": find(text, told_apart(programs.quantized_kernels, bucket.num_tokens, rows)),
+        "dequantized_copies": find(text, told_apart(kernels, bucket.num_tokens, rows)),
         **read, "tokens": round(gained, 3), "of_plain": round(read["weights_read"] / plain / gained, 3),
         **of_platform,
     }  # fmt: skip

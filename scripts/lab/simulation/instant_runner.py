@@ -28,7 +28,7 @@ class InstantRunner:
     ) -> list[Bucket]:
         return []
 
-    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
+    def compile_later(self, bucket: Bucket) -> None:
         raise RuntimeError("nothing is left for later here")
 
     def execute(self, step: StepInput) -> _Handle:

@@ -254,7 +254,7 @@ class BroadcastRunner:
         self._runner.run_each(self.execute, report)
         return []
 
-    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
+    def compile_later(self, bucket: Bucket) -> None:
         raise RuntimeError("several hosts compile all programs before they serve")
 
     def execute(self, step: StepInput) -> StepHandle:

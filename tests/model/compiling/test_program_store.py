@@ -249,7 +249,7 @@ def generate(runner: ModelRunner, left: Sequence[Bucket] = ()) -> list[list[int]
     rows = [Row(slot, [slot + 1] * (slot + 2), [2 * slot + 1]) for slot in range(3)]
     run(runner, BUCKETS[1], [(row, len(row.prompt)) for row in rows], admit=rows)
     for bucket in left:
-        runner.compile_later(bucket, print)
+        runner.compile_later(bucket)
     for _ in range(2):
         run(runner, BUCKETS[0], [(row, 1) for row in rows])
     return [row.output for row in rows]
@@ -297,7 +297,7 @@ def test_a_program_that_fails_while_serving_fails_one_step_and_is_compiled(folde
     break_program(folder)
     runner = made_runner(folder)
     (left,) = runner.warm_up(BUCKETS, print, BUCKETS[:1])
-    runner.compile_later(left, print)
+    runner.compile_later(left)
     with pytest.raises(jax.errors.JaxRuntimeError):
         runner.execute(runner.described.padding(left))
     assert f"a program from the disk fails, and is compiled: {left}" in caplog.text

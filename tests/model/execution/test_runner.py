@@ -312,7 +312,7 @@ def test_programs_that_were_left_come_later():
         runner.execute(runner.described.padding(left[0]))
     before = runner.num_compiles
     for bucket in left:
-        runner.compile_later(bucket, print)
+        runner.compile_later(bucket)
         runner.execute(runner.described.padding(bucket)).result()
     assert runner.num_compiles == before
 

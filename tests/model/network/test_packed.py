@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model.execution.dequantized_copies import quantized_kernels
 from model.loading.weights import random_weights
 from model.network.linear import Linear
 from model.network.packed import pack_for_cpu, pack_for_tpu
 from model.network.sharding import abstract_model, make_mesh
 from model.quantization.forms import EightBit, FourBit, Rounding
 from pallas_kernels.cpu import library
+from scripts.lab.accounts.dequantized_copies import quantized_kernels
 from tests.c_compiler import NATIVE, compiler
 from tests.model.dense_attention import dense_logits
 from tests.model.driver import TINY

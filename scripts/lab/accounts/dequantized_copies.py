@@ -2,10 +2,6 @@
 
 XLA converts a kernel of 8 or 4 bits inside a product if the chip and the compiler can do this. Otherwise it writes the
 whole kernel in a wider type at every step, which takes more time than weights that are not quantised.
-
-A copy takes at least the bytes of the smallest kernel in twice its bits, so programs with smaller temporaries have no
-copy. The text of the other programs is searched. Temporaries are also compared with `memory_plan.temporaries_bound`,
-which holds for weights that are not quantised. This finds copies in other shapes.
 """
 
 from __future__ import annotations
@@ -13,24 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flax import nnx
 from jax.sharding import Mesh
 
-from batcher.step import Bucket
-from model.config import LlamaConfig
-from model.execution.memory_plan import step_temporaries
 from model.network import cpu_products
 from model.network.linear import Linear
 from model.network.llama import Llama
-from pallas_kernels.api import PagedAttention
-from pallas_kernels.spec import Backend
 
-MIB = 1 << 20
-# With more tokens, the product takes longer than the copy (on an H100 from some 740 tokens on), and a product that
-# reads a copy can be the fastest one.
-MAX_TOKENS = 1024
 WIDE_BYTES = {"s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4}
 # The results of these instructions are no new memory.
 _ALIASES = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "opt-barrier"}
@@ -69,7 +56,7 @@ def quantized_kernels(model: Llama, platform: str, mesh: Mesh | None) -> dict[Sh
         if platform == "cpu" and (form.bits < 8 or math.prod(shape) <= min_weights):
             continue
         name = ".".join(map(str, (*path, "kernel")))
-        for written in module.method.shapes(shape):
+        for written in _written(shape, module):
             kernels.setdefault(_normal(written), Quantized(name, form.bits))
     return kernels
 
@@ -101,46 +88,10 @@ def find(text: str, kernels: Mapping[Shape, Quantized]) -> dict[str, int]:
     return found
 
 
-def check(
-    programs: Mapping[Bucket, Any],
-    kernels: Mapping[Shape, Quantized],
-    config: LlamaConfig,
-    attention: PagedAttention,
-) -> list[str]:
-    """Checks compiled programs. Returns a remark for every copy that the compiler may have chosen for its speed.
-
-    Args:
-        kernels: the result of `quantized_kernels`. If it is empty, nothing is checked.
-        config, attention: decide the memory that a program may need if its weights are not quantised.
-
-    Raises:
-        ValueError: a program of few tokens writes a kernel in a wider type. The message names the program, the kernels
-            and the sizes.
-    """
-    remarks = []
-    smallest = min((math.prod(shape) * kernel.bits // 4 for shape, kernel in kernels.items()), default=0)
-    for bucket, program in programs.items() if kernels else ():
-        size = program.memory_analysis().temp_size_in_bytes
-        if size < smallest:
-            continue
-        copies = find(program.as_text(), told_apart(kernels, bucket.num_tokens, bucket.num_rows))
-        num_drawn = bucket.num_rows * (1 + bucket.num_drafts)
-        bound = step_temporaries(config, attention, num_tokens=bucket.num_tokens, num_rows=num_drawn)
-        if copies:
-            listed = ", ".join(f"{name} ({size / MIB:.0f} MiB)" for name, size in copies.items())
-            fault = f"writes quantised weights out in a wider type at every step: {listed}"
-        elif size > bound + smallest and attention.backend is not Backend.REFERENCE:  # which may exceed the bound
-            fault = (
-                f"has {size / MIB:.0f} MiB of temporaries, and without quantised weights at most "
-                f"{bound / MIB:.0f} MiB: it probably writes weights out in a wider type"
-            )
-        else:
-            continue
-        remark = f"the program for {bucket.num_tokens} tokens in {bucket.num_rows} rows ({bucket.variant}) {fault}"
-        if bucket.num_tokens <= MAX_TOKENS:
-            raise ValueError(f"{remark}. This is slower than no quantisation: choose another --quantization, or none")
-        remarks.append(remark)
-    return remarks
+def _written(shape: Shape, linear: Linear) -> tuple[Shape, ...]:
+    """The shapes in which a program could write a kernel of this shape: whole, and cut into groups."""
+    form, (num_out, width) = linear.method.form, shape[::-1] if linear.method.is_turned else shape
+    return (shape,) if form.bits == 8 else (shape, (num_out, width // form.group, form.group))
 
 
 def _normal(shape: Shape) -> Shape:
