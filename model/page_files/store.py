@@ -1,4 +1,4 @@
-"""A store of pages in files, in a folder or a bucket. Their bytes have a bound; the least recently used are deleted.
+"""A store of pages in files in a folder. Their bytes have a bound; the least recently used are deleted.
 
 Several engines may share the folder. Each knows the pages that it has stored, and learns of other engines' pages when
 it lists the folder, at first and then from time to time. So between two listings, engines together may exceed the bound
@@ -15,13 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from pathlib import Path
 
 import numpy as np
 
-from model.inputs.paths import Place
-from model.inputs.remote import RemotePath
 from model.inputs.words import one_line
-from model.page_files.bucket_pages import BucketPages
 from model.page_files.local_pages import LocalPages
 from model.page_files.page_file import DIGEST_BYTES, Content, PageHead, PageIdentity
 from model.page_files.page_index import KeptPage, PageIndex
@@ -30,8 +28,7 @@ logger = logging.getLogger(__name__)
 
 PATH_FLAG, SIZE_FLAG = "--kv-offloading-path", "--kv-offloading-disk"
 PAUSE_S = 60.0  # nothing is stored for this time after a failure: a full disk stays full for a while
-_FOLDER_LISTED_EVERY_S = 30.0
-_BUCKET_LISTED_EVERY_S = 300.0  # a listing takes a request for each thousand objects
+_LISTED_EVERY_S = 30.0
 _LISTING_SHARE = 0.02  # most of the time spent on listings: one of many files keeps the interpreter from the engine
 _CLOSE_S = 5.0  # the longest wait for a listing that waits for a disk
 
@@ -40,10 +37,10 @@ class PageFiles:
     """A `batcher.page_store.PageStore` of files. A failure is counted; the first of its kind is a warning.
 
     Args:
-        place: the folder, on this machine or in a bucket. A folder on this machine is made if it is absent.
+        folder: is made if it is absent.
         identity: the identity of the pages that are stored and found.
         max_bytes: the most bytes of the files of all pages in the folder.
-        list_every_s: the seconds between two listings; None: a default for the kind of place.
+        list_every_s: the seconds between two listings.
         clock: gives seconds, for the pause after a failure.
 
     Raises:
@@ -52,11 +49,11 @@ class PageFiles:
 
     def __init__(
         self,
-        place: Place,
+        folder: Path,
         identity: PageIdentity,
         *,
         max_bytes: int,
-        list_every_s: float | None = None,
+        list_every_s: float = _LISTED_EVERY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_stored = 0  # pages
@@ -69,12 +66,8 @@ class PageFiles:
         self._file_bytes = self._head(bytes(DIGEST_BYTES), bytes(self._token_bytes)).size + self._page_bytes
         if max_bytes < self._file_bytes:
             raise ValueError(f"{SIZE_FLAG}: {max_bytes} bytes are less than a page, which takes {self._file_bytes}")
-        self._files: LocalPages | BucketPages
-        if isinstance(place, RemotePath):
-            self._files, every_s = BucketPages(place, PATH_FLAG), _BUCKET_LISTED_EVERY_S
-        else:
-            self._files, every_s = LocalPages(place, PATH_FLAG), _FOLDER_LISTED_EVERY_S
-        self._list_every_s = every_s if list_every_s is None else list_every_s
+        self._files = LocalPages(folder, PATH_FLAG)
+        self._list_every_s = list_every_s
         self._max_bytes = max_bytes
         self._clock = clock
         self._paused_until_s = -float("inf")

@@ -12,7 +12,7 @@ from batcher.engine import Engine
 from batcher.page_store import Offloading
 from model.execution.device_memory import host_memory
 from model.execution.runner import ModelRunner
-from model.inputs.paths import place
+from model.inputs.paths import expanded
 from model.loading.weights_digest import files_digest, weights_digest
 from model.page_files.store import PATH_FLAG, PageFiles
 from scripts.building.draft import ChosenDraft, ChosenHead
@@ -52,7 +52,7 @@ def make_offloading(settings: EngineSettings, runner: ModelRunner, digests: Dige
         )
     store = None
     if digests is not None and settings.kv_offloading_path is not None:
-        folder, most = place(settings.kv_offloading_path, PATH_FLAG), int(settings.kv_offloading_disk * GIB)
+        folder, most = expanded(settings.kv_offloading_path, PATH_FLAG), int(settings.kv_offloading_disk * GIB)
         store = PageFiles(folder, runner.page_identity(*digests()), max_bytes=most)
         store.start_listing()  # the first request looks for its prefix there
     return Offloading(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from batcher.config import DEFAULT_MAX_WAITING, DEFAULT_PIPELINE_DEPTH
 from batcher.request import LogprobsMode, Pooling
-from model.inputs.paths import place
+from model.inputs.paths import check_local, place
 from model.loading.source import DEMO, ModelSource, resolve
 from model.quantization.checkpoint_form import STORED_METHODS
 from model.quantization.forms import FORM_NAMES
@@ -180,7 +180,7 @@ class EngineSettings:
         metavar="GIB", least=0, most=2**16,
     )  # fmt: skip
     kv_offloading_path: str | None = _of_offloading(
-        None, "The folder, or folder in a bucket, behind the host's memory. A later start finds its prefixes there",
+        None, "The folder behind the host's memory. A later start finds its prefixes there",
         metavar="DIR",
     )  # fmt: skip
     kv_offloading_disk: float = _of_offloading(
@@ -249,7 +249,7 @@ class EngineSettings:
         self._check_models()
 
     def _check_offloading(self) -> None:
-        place(self.kv_offloading_path or "", "--kv-offloading-path")
+        check_local(self.kv_offloading_path or "", "--kv-offloading-path")
         if self.kv_offloading_path is not None and not self.kv_offloading_size:
             raise ValueError(
                 "--kv-offloading-path needs --kv-offloading-size: pages come to files by the host's memory"
