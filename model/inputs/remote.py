@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -31,14 +30,6 @@ class Size(NamedTuple):
     """The result of `stat` for an object."""
 
     st_size: int
-
-
-class Found(NamedTuple):
-    """A file in a folder or its subfolders."""
-
-    name: str  # path relative to the folder, such as "sub/folder/file"
-    st_size: int
-    st_mtime: float  # 0 if the store does not say it
 
 
 @dataclass(frozen=True)
@@ -110,12 +101,11 @@ class RemotePath:
         """The entries of this folder whose names match."""
         return (entry for entry in self.iterdir() if fnmatchcase(entry.name, pattern)) if self.is_dir() else iter(())
 
-    def files(self) -> Iterator[Found]:
+    def files(self) -> Iterator[RemotePath]:
         """All files in this folder and those below it; there may be none."""
         with _in_words(self):
-            found = self._files().find(self.path, detail=True)
-        start = len(self.path) + 1
-        return (Found(name.strip("/")[start:], info["size"], _changed_s(info)) for name, info in found.items())
+            found = self._files().find(self.path)
+        return (RemotePath(self.scheme, name.strip("/")) for name in found)
 
     def read_bytes(self) -> bytes:
         return bytes(self.read_range(0, self.stat().st_size))
@@ -230,13 +220,6 @@ class RemotePath:
 
 
 _NOT_OF_THE_CONTENT = ("timeStorageClassUpdated", "metageneration")
-_TIMES = ("mtime", "LastModified", "last_modified", "created")  # each client has its own word
-
-
-def _changed_s(info: dict[str, Any]) -> float:
-    for value in filter(None, map(info.get, _TIMES)):
-        return value.timestamp() if isinstance(value, datetime) else float(value)
-    return 0.0
 
 
 @cache

@@ -32,7 +32,7 @@ def files_of(stored: StoredWeights) -> list[Place]:
     """The files whose content decides the weights."""
     if stored.is_converted:
         if isinstance(stored.path, RemotePath):
-            return [stored.path / found.name for found in stored.path.files()]
+            return [*stored.path.files()]
         return [path for path in stored.path.rglob("*") if not path.is_dir()]
     if is_gguf(stored.path):
         return [*parts_of(stored.path)]
