@@ -13,6 +13,7 @@ from pathlib import Path
 
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
+from model.loading.remote_tensors import readable
 
 
 class Output:
@@ -41,7 +42,10 @@ class Output:
 
     def version(self) -> str | None:
         """A text that changes when the output changes; None: there is no output."""
-        return _version(self.place)
+        try:
+            return readable(self.place).version()
+        except FileNotFoundError:
+            return None
 
     def local_files(self) -> tuple[Path, ...]:
         own = (self.partial, self.ordered)
@@ -89,16 +93,6 @@ class Output:
             f"another run has written {self.place} since this one began. This run ends; its records are in "
             f"{self.partial}. Move {self.place} away; then the same command without --overwrite goes on"
         )
-
-
-def _version(place: Place) -> str | None:
-    try:
-        if isinstance(place, RemotePath):
-            return place.version()
-        status = place.stat()
-        return f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
-    except FileNotFoundError:
-        return None
 
 
 def _check(output: Place) -> None:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from model.network import cpu_products
 from model.network.linear import Linear
 from model.network.llama import Llama
+from model.quantization.forms import FourBit
 
 WIDE_BYTES = {"s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4}
 # The results of these instructions are no new memory.
@@ -91,7 +92,7 @@ def find(text: str, kernels: Mapping[Shape, Quantized]) -> dict[str, int]:
 def _written(shape: Shape, linear: Linear) -> tuple[Shape, ...]:
     """The shapes in which a program could write a kernel of this shape: whole, and cut into groups."""
     form, (num_out, width) = linear.method.form, shape[::-1] if linear.method.is_turned else shape
-    return (shape,) if form.bits == 8 else (shape, (num_out, width // form.group, form.group))
+    return (shape, (num_out, width // form.group, form.group)) if isinstance(form, FourBit) else (shape,)
 
 
 def _normal(shape: Shape) -> Shape:
