@@ -375,7 +375,7 @@ def test_models_of_the_start_are_named_by_flags_by_a_file_and_by_python(tmp_path
         (["--models-folder", "/no/such/folder"], "--models-folder /no/such/folder: there is no such"),
         (["--max-resident-models", "2"], "--max-resident-models needs --models or --models-folder"),
         (["--models-host-memory", "2"], "--models-host-memory needs --models or --models-folder"),
-        (["--models", "a=b", "--max-resident-models", "0"], "--max-resident-models must be at least 1"),
+        (["--models", "a=b", "--max-resident-models", "0"], "--max-resident-models must be at least 2"),
     ],
 )
 def test_adapters_and_models_that_cannot_be_are_refused_at_the_start(flags, words, capsys):
