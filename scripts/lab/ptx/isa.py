@@ -85,6 +85,7 @@ class Instruction:
     negated: bool
     line: int
     text: str
+    source: str = ""  # file:line of the kernel in Python, from .loc
 
     @cached_property
     def parts(self) -> tuple[str, ...]:

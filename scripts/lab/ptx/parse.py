@@ -1,0 +1,291 @@
+"""Reads the kernel of a PTX module. The subset is that of LLVM's back end and of Mosaic GPU's inline assembly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from scripts.lab.ptx.isa import (
+    Address,
+    Coordinates,
+    Immediate,
+    Instruction,
+    Kernel,
+    Label,
+    Operand,
+    Parameter,
+    Register,
+    SharedVariable,
+    Sink,
+    Special,
+    Symbol,
+    Vector,
+)
+
+_ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\)(.*?)\n\{\n", re.DOTALL)
+_PARAMETER = re.compile(r"\.param\s+(?:\.align (\d+)\s+)?\.(\w+)(?:\s+\.ptr\s+(?:\.align \d+)?)?\s+(\w+)(?:\[(\d+)\])?")
+_SHARED = re.compile(r"\.shared\s+(?:\.align (\d+)\s+)?\.\w(\d+)\s+(\w+)(?:\[(\d*)\])?$")
+_REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)$", re.DOTALL)
+_LOCATION = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]+)"', re.MULTILINE)
+_INSTRUCTION = re.compile(r"(?:@(!?)(\S+)\s+)?([a-z]\S*)\s*(.*)$", re.DOTALL)
+_TOKEN = re.compile(r"\s*(0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0x[0-9a-fA-F]+|-?\d+|[%$\w.]+|[][{},|+!])U?")
+_SPECIAL = re.compile(r"%(?:n?tid|n?ctaid|cluster_\w+|[xyzw]|laneid|warpid|clock\w*|globaltimer|dynamic_smem_size)\b")
+_DIRECTIVE = re.compile(r"\.(?:loc|file|pragma|section)\b")
+
+
+class ParseError(ValueError):
+    """Text that is no PTX, or that this reader does not know."""
+
+
+@dataclass
+class _Scope:
+    """The names of an inline assembly block: its registers and labels are its own."""
+
+    number: int
+    names: dict[str, Register] = field(default_factory=dict)
+    labels: set[str] = field(default_factory=set)
+
+
+def parse(ptx: str) -> Kernel:
+    """The only kernel of the module.
+
+    Raises:
+        ParseError: there is no kernel, or a statement is unknown.
+    """
+    entry = _ENTRY.search(ptx)
+    if entry is None:
+        raise ParseError("the PTX has no .entry")
+    return _Reader(ptx, entry).kernel()
+
+
+class _Reader:
+    def __init__(self, ptx: str, entry: re.Match[str]) -> None:
+        self.ptx, self.entry = ptx, entry
+        self.registers: list[Register] = []
+        self.shared = [_shared(line) for line in re.findall(r"\.shared[^;]*", ptx[: entry.start()])]
+        self.instructions: list[Instruction] = []
+        self.labels: dict[str, int] = {}
+        self.files = dict(_FILE.findall(ptx))
+        self.scopes = [_Scope(0)]
+        self.num_scopes = 0
+        self.source = ""
+
+    def kernel(self) -> Kernel:
+        name, parameters, attributes = self.entry.groups()
+        for line, text in self._statements():
+            try:
+                self._statement(line, text)
+            except (ParseError, StopIteration, KeyError) as error:
+                raise ParseError(f"line {line} of the PTX is not understood: {text!r}: {error}") from error
+        target = re.search(r"^\.target (\w+)", self.ptx, re.MULTILINE)
+        threads = re.search(r"\.(?:maxntid|reqntid) (\d+)", attributes)
+        if target is None or threads is None:
+            raise ParseError("the PTX has no .target, or its entry no .maxntid")
+        return Kernel(
+            name=name,
+            target=target[1],
+            parameters=tuple(_parameter(*found) for found in _PARAMETER.findall(parameters)),
+            registers=tuple(self.registers),
+            shared=tuple(self.shared),
+            instructions=tuple(self.instructions),
+            labels=self.labels,
+            threads=int(threads[1]),
+        )
+
+    def _statements(self) -> Iterator[tuple[int, str]]:
+        """Each statement of the body without its semicolon, and its line. Also `{`, `}`, labels and `.loc`."""
+        pending, began = "", 0
+        first = self.ptx.count("\n", 0, self.entry.end()) + 1
+        for number, whole in enumerate(self.ptx[self.entry.end() :].split("\n"), first):
+            rest = whole.partition("//")[0].strip()
+            while rest:
+                if not pending:
+                    began = number
+                    if _DIRECTIVE.match(rest):
+                        yield number, rest
+                        break
+                    if opened := re.match(r"[{}]|[$\w]+:", rest):
+                        if rest[0] == "}" and len(self.scopes) == 1:
+                            return
+                        yield number, opened[0]
+                        rest = rest[opened.end() :].strip()
+                        continue
+                statement, semicolon, rest = rest.partition(";")
+                pending += " " + statement
+                rest = rest.strip()
+                if semicolon:
+                    yield began, pending.strip()
+                    pending = ""
+        raise ParseError("the kernel does not end")
+
+    def _statement(self, line: int, text: str) -> None:
+        if text == "{":
+            self.num_scopes += 1
+            self.scopes.append(_Scope(self.num_scopes))
+        elif text == "}":
+            self.scopes.pop()
+        elif text.endswith(":"):
+            self.labels[self._label(text[:-1], declared=True)] = len(self.instructions)
+        elif location := _LOCATION.match(text):
+            self.source = f"{self.files.get(location[1], '')}:{location[2]}"
+        elif registers := _REGISTERS.match(text):
+            self._declare(*registers.groups())
+        elif text.startswith(".shared"):
+            self.shared.append(_shared(text))
+        elif text and not _DIRECTIVE.match(text):
+            self._instruction(line, text)
+
+    def _declare(self, kind: str, names: str) -> None:
+        bank = "pred" if kind == "pred" else f"b{kind[1:]}"
+        for declared in names.split(","):
+            name, _, count = declared.strip().partition("<")
+            every = [f"{name}{i}" for i in range(int(count.rstrip(">")))] if count else [name]
+            for each in every:
+                scope = self.scopes[-1]
+                shown = f"{each}@{scope.number}" if scope.number else each
+                self.registers.append(Register(shown, bank, len(self.registers)))
+                scope.names[each] = self.registers[-1]
+
+    def _label(self, name: str, *, declared: bool = False) -> str:
+        scope = self.scopes[-1]
+        if declared and scope.number:
+            scope.labels.add(name)
+        # Inline assembly jumps within itself, also ahead.
+        return f"{name}@{scope.number}" if scope.number and not name.startswith("$L") else name
+
+    def _instruction(self, line: int, text: str) -> None:
+        match = _INSTRUCTION.match(text)
+        if match is None:
+            raise ParseError("no instruction")
+        negation, predicate, opcode, rest = match.groups()
+        tokens = _Tokens(rest)
+        operands: list[Operand] = []
+        while tokens.more():
+            operands.append(self._operand(tokens, jump=opcode.startswith("bra")))
+            if tokens.more():
+                tokens.take(",")
+        self.instructions.append(
+            Instruction(
+                index=len(self.instructions),
+                opcode=opcode,
+                operands=tuple(operands),
+                predicate=self._register(predicate) if predicate else None,
+                negated=bool(negation),
+                line=line,
+                text=re.sub(r"\s+", " ", text),
+                source=self.source,
+            )
+        )
+
+    def _operand(self, tokens: _Tokens, *, jump: bool = False) -> Operand:
+        token = tokens.next()
+        if token == "{":
+            return Vector(self._list(tokens, "}"))
+        if token == "[":
+            return self._address(tokens)
+        if jump:
+            return Label(self._label(token))
+        first = self._value(token)
+        if tokens.peek() == "|":
+            tokens.take("|")
+            return Vector((first, self._value(tokens.next())))
+        if tokens.peek() == "+":
+            tokens.take("+")
+            assert isinstance(first, Register | Symbol | Immediate)
+            return Address(first, int(tokens.next(), 0))
+        return first
+
+    def _address(self, tokens: _Tokens) -> Operand:
+        base = self._value(tokens.next())
+        assert isinstance(base, Register | Symbol | Immediate)
+        offset = 0
+        if tokens.peek() == "+":
+            tokens.take("+")
+            offset = int(tokens.next(), 0)
+        if tokens.peek() == ",":
+            tokens.take(",")
+            tokens.take("{")
+            parts = self._list(tokens, "}")
+            tokens.take("]")
+            return Coordinates(Address(base, offset), parts)
+        tokens.take("]")
+        return Address(base, offset)
+
+    def _list(self, tokens: _Tokens, end: str) -> tuple[Operand, ...]:
+        found = [self._operand(tokens)]
+        while tokens.peek() == ",":
+            tokens.take(",")
+            found.append(self._operand(tokens))
+        tokens.take(end)
+        return tuple(found)
+
+    def _value(self, token: str) -> Operand:
+        if token == "_":
+            return Sink()
+        if re.match(r"0[fFdD]", token) and len(token) in (10, 18):
+            return Immediate(int(token[2:], 16))
+        if re.match(r"-?\d", token):
+            return Immediate(int(token, 0))
+        if register := self._find(token):
+            return register
+        if token.startswith("%"):
+            if not _SPECIAL.match(token):
+                raise ParseError(f"{token} is no register")
+            return Special(token)
+        return Symbol(token)
+
+    def _find(self, name: str) -> Register | None:
+        return next((scope.names[name] for scope in reversed(self.scopes) if name in scope.names), None)
+
+    def _register(self, name: str) -> Register:
+        found = self._find(name)
+        if found is None:
+            raise ParseError(f"{name} is not declared")
+        return found
+
+
+class _Tokens:
+    """The operands of an instruction, cut into tokens."""
+
+    def __init__(self, text: str) -> None:
+        self.found: list[str] = []
+        place = 0
+        while place < len(text.rstrip()):
+            match = _TOKEN.match(text, place)
+            if match is None:
+                raise ParseError(f"{text[place:]!r} is no operand")
+            self.found.append(match[1])
+            place = match.end()
+        self.place = 0
+
+    def more(self) -> bool:
+        return self.place < len(self.found)
+
+    def peek(self) -> str:
+        return self.found[self.place] if self.more() else ""
+
+    def next(self) -> str:
+        if not self.more():
+            raise ParseError("an operand is missing")
+        self.place += 1
+        return self.found[self.place - 1]
+
+    def take(self, token: str) -> None:
+        found = self.next()
+        if found != token:
+            raise ParseError(f"{found!r} is where {token!r} should be")
+
+
+def _parameter(align: str, kind: str, name: str, count: str) -> Parameter:
+    size = int(kind[1:]) // 8
+    return Parameter(name, size * int(count or 1), int(align or size))
+
+
+def _shared(text: str) -> SharedVariable:
+    match = _SHARED.match(text.strip())
+    if match is None:
+        raise ParseError(f"{text!r} declares no shared variable")
+    align, bits, name, count = match.groups()
+    return SharedVariable(name, int(bits) // 8 * int(count or 0), int(align or 1))
