@@ -69,7 +69,7 @@ def collected[T](
         lowered, other = lower()
         return lowered.compile(), lowered, other
 
-    (compiled, lowered, other), said = _heard(
+    (compiled, lowered, other), said = heard(
         compile_it, "PTX", "PTXAS", "RESOURCES", *(["SASS_CTRL"] if with_sass else [])
     )
     files = _BASENAME.findall(lowered.as_text())
@@ -99,12 +99,12 @@ def spills_of[T](compile_it: Callable[[], T]) -> tuple[T, list[int]]:
 
     A kernel that is in the program several times is compiled once.
     """
-    compiled, said = _heard(compile_it, "PTXAS")
+    compiled, said = heard(compile_it, "PTXAS")
     kernels = said.split("ptxas info    : Compiling entry function")[1:]
     return compiled, [sum(map(int, _SPILLS.findall(kernel))) for kernel in kernels]
 
 
-def _heard[T](compile_it: Callable[[], T], *reports: str) -> tuple[T, str]:
+def heard[T](compile_it: Callable[[], T], *reports: str) -> tuple[T, str]:
     """What it returns, and what Mosaic prints meanwhile of these kinds of reports."""
     with tempfile.TemporaryFile("w+") as printed:
         with _stdout_to(printed.fileno()), _environment({f"MOSAIC_GPU_DUMP_{kind}": "1" for kind in reports}):
