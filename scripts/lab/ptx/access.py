@@ -37,7 +37,7 @@ def load(ins: Instruction, d: Decoder) -> Execute:
     return run
 
 
-@op("ld.param")
+@op("ld.param", "ld.param::entry")
 def load_parameter(ins: Instruction, d: Decoder) -> Execute:
     """An argument of the kernel."""
     target, source = ins.operands

@@ -38,7 +38,8 @@ class Array:
         self.defined = np.full(len(padded), defined)
         self.shadow: Shadow | None = None
         self.writers: np.ndarray | None = None  # of global memory: block and warp that wrote a byte, 0 for none
-        self.meta: Any = None
+        self.meta: Any = None  # what a tensor map describes
+        self.inline = False  # whether its bytes are the parameter itself, and not its address
 
     @property
     def value(self) -> np.ndarray:
@@ -87,7 +88,7 @@ class Memory:
             if array.shadow is not None:
                 array.shadow.read(warp, offsets)
             elif array.writers is not None:
-                self._check_writers(warp, array, offsets, "reads")
+                self._report_others(warp, array, offsets, self._others(warp, array, offsets), "reads")
             found[lanes] = array.data[offsets]
         return found
 
@@ -102,25 +103,38 @@ class Memory:
         if array.shadow is not None:
             array.shadow.write(warp, offsets)
         else:
-            self.claim(warp, array, offsets)
+            self.claim(warp, array, offsets, values)
         array.data[offsets] = values
         array.defined[offsets] = True
 
-    def claim(self, warp: Warp, array: Array, offsets: np.ndarray) -> None:
-        """Notes that the warp writes bytes of global memory."""
+    def claim(self, warp: Warp, array: Array, offsets: np.ndarray, values: np.ndarray | None = None) -> None:
+        """Notes that the warp writes bytes of global memory.
+
+        Warps may write the same `values`: whichever comes last, it is the same (PTX ISA, "Data-races" of uniform size).
+        """
         if not array.writable:
             warp.report("write to an input", f"writes {array.name} at byte {int(offsets.flat[0]):#x}")
         if array.writers is None:
             array.writers = np.zeros(len(array.data), np.int32)
-        self._check_writers(warp, array, offsets, "writes")
+        others = self._others(warp, array, offsets)
+        if values is not None:
+            others &= array.data[offsets] != values
+        self._report_others(warp, array, offsets, others, "writes")
         array.writers[offsets] = warp.number
 
-    def _check_writers(self, warp: Warp, array: Array, offsets: np.ndarray, does: str) -> None:
+    @staticmethod
+    def _others(warp: Warp, array: Array, offsets: np.ndarray) -> np.ndarray:
+        """Which bytes another warp has written."""
         assert array.writers is not None
         writers = array.writers[offsets]
-        others = (writers != 0) & (writers != warp.number)
+        return (writers != 0) & (writers != warp.number)
+
+    @staticmethod
+    def _report_others(warp: Warp, array: Array, offsets: np.ndarray, others: np.ndarray, does: str) -> None:
         if others.any():
-            byte, other = int(offsets[others][0]), int(writers[others][0]) - 1
+            assert array.writers is not None
+            byte = int(offsets[others][0])
+            other = int(array.writers[byte]) - 1
             who = f"warp {other % 64} of block {other // 64}"
             warp.report("global race", f"{does} {array.name} at byte {byte:#x}, which {who} wrote")
 
