@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scripts.lab.ptx.isa import Instruction
+
 if TYPE_CHECKING:
     from scripts.lab.ptx.machine import Warp
 
@@ -27,8 +29,7 @@ class Hazard:
 
     kind: str
     message: str
-    instruction: str
-    line: int  # of the PTX
+    ins: Instruction
     block: tuple[int, int, int]
     warp: int
     lanes: tuple[int, ...] = ()
@@ -36,7 +37,8 @@ class Hazard:
     def __str__(self) -> str:
         lanes = f", lanes {_ranges(self.lanes)}" if 0 < len(self.lanes) < 32 else ""
         where = f"block {self.block[0]}, warp {self.warp}{lanes}"
-        return f"{self.kind}: line {self.line}: {self.instruction}\n    {where}: {self.message}"
+        source = f" ({self.ins.source})" if self.ins.source else ""
+        return f"{self.kind}: line {self.ins.line}{source}: {self.ins.text}\n    {where}: {self.message}"
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -16,12 +16,11 @@ from scripts.lab.ptx.control import reconvergence
 from scripts.lab.ptx.decode import DTYPES, FULL, Decoder, Execute, family_of, uses
 from scripts.lab.ptx.hazards import MAX_COMPONENTS, Clocks, Hazard, Shadow
 from scripts.lab.ptx.isa import Instruction, Kernel
-from scripts.lab.ptx.memory import SHARED_BASE, Array, Memory
+from scripts.lab.ptx.memory import SHARED_BASE, WINDOW_BITS, Array, Memory
 from scripts.lab.ptx.work import Work
 
 LONGEST_TURN = 40  # instructions that a warp executes before another's turn, at most
 MAX_INSTRUCTIONS = 3_000_000  # of a block
-_PARAMETERS = 0x7E << memory.WINDOW_BITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,7 @@ class Launch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
-    arguments: list[Array | bytes | int]  # in the order of the kernel's parameters
+    arguments: list[Array | int]  # in the order of the kernel's parameters
     cluster: tuple[int, int, int] = (1, 1, 1)
 
 
@@ -70,13 +69,8 @@ class Program:
             symbols[variable.name] = offset
             offset += variable.size
         self.shared_bytes = offset - SHARED_BASE + launch.shared_bytes
-        start = 0
-        self.parameters: dict[str, tuple[int, int]] = {}  # argument, offset
-        for index, parameter in enumerate(kernel.parameters):
-            start = -(-start // parameter.align) * parameter.align
-            self.parameters[parameter.name] = index, start
-            symbols[parameter.name] = _PARAMETERS + start
-            start += parameter.size
+        self.arguments = dict(zip((p.name for p in kernel.parameters), launch.arguments, strict=True))
+        symbols |= {name: array.base for name, array in self.arguments.items() if isinstance(array, Array)}
         decoder = Decoder(kernel, symbols)
         self.meets = reconvergence(kernel)
         self.code = [self._decoded(ins, decoder) for ins in kernel.instructions]
@@ -84,11 +78,11 @@ class Program:
 
     def parameter(self, name: str) -> bytes:
         """The bytes of a parameter."""
-        match self.launch.arguments[self.parameters[name][0]]:
+        match self.arguments[name]:
+            case Array(inline=True) as array:
+                return array.data.tobytes()
             case Array() as array:
                 return array.base.to_bytes(8, "little")
-            case bytes() as value:
-                return value
             case value:
                 return value.to_bytes(8, "little", signed=value < 0)
 
@@ -338,7 +332,7 @@ class Block:
         """Keeps the first hazard of each kind and instruction."""
         ins = warp.now.ins
         self.machine.hazards.setdefault(
-            (kind, ins.index), Hazard(kind, message, ins.text, ins.line, self.place, warp.index, lanes)
+            (kind, ins.index), Hazard(kind, message, ins, self.place, warp.index, lanes)
         )
 
     def launch(self, work: Work) -> None:
@@ -403,13 +397,13 @@ class Machine:
     """Runs a launch under a schedule."""
 
     def __init__(self, launch: Launch, schedule: Schedule) -> None:
-        self.program, self.schedule = Program(launch), schedule
         self.arrays = list({id(a): a for a in launch.arguments if isinstance(a, Array)}.values())
+        for window, array in enumerate(self.arrays, start=1):
+            array.base, array.writers = window << WINDOW_BITS, None
+        self.program, self.schedule = Program(launch), schedule
         self.rng = np.random.default_rng(schedule.seed)
         self.hazards: dict[tuple[str, int], Hazard] = {}
         self.landed: list[Work] = []
-        for array in self.arrays:
-            array.writers = None
 
     def run(self) -> list[Hazard]:
         """The hazards; the arrays have the results."""

@@ -56,9 +56,7 @@ class Memory:
     """What a block sees: arrays in global memory, and its shared memory."""
 
     def __init__(self, arrays: list[Array], shared: Array) -> None:
-        self.windows = {window: array for window, array in enumerate(arrays, start=1)}
-        for window, array in self.windows.items():
-            array.base = window << WINDOW_BITS
+        self.windows = {array.base >> WINDOW_BITS: array for array in arrays}
         shared.base = SHARED_BASE
         self.shared = shared
         self.shared_generic = (SHARED_WINDOW << WINDOW_BITS) + SHARED_BASE
