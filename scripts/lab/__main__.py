@@ -17,10 +17,11 @@ FOLDER = Path(__file__).parent
 def instruments() -> dict[str, str]:
     """The instruments by name: the first lines of the docstrings of this folder's modules that have a `main`."""
     found = {}
-    for path in sorted(FOLDER.glob("[!_]*.py")):
+    for path in sorted([*FOLDER.glob("[!_]*.py"), *FOLDER.glob("*/__init__.py")]):
         module = ast.parse(path.read_text())
         if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body):
-            found[path.stem] = (ast.get_docstring(module) or "").partition("\n")[0]
+            name = path.parent.name if path.stem == "__init__" else path.stem
+            found[name] = (ast.get_docstring(module) or "").partition("\n")[0]
     return found
 
 

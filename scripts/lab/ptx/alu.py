@@ -1,6 +1,6 @@
 """Arithmetic: integers, floating point, conversions, selections, and moves between registers.
 
-Approximate instructions are as far off as the ISA allows, by a random amount (PTX ISA, "Floating-Point Instructions"):
+Approximate instructions are as far off as the ISA allows, by an amount that the seed chooses (PTX ISA, "Floating-Point Instructions"):
 ex2.approx.ftz 2^-22 of the result and lg2.approx.ftz 2^-22 (absolute between 1/2 and 2), div.full 2 ulp.
 """
 
@@ -324,7 +324,7 @@ def approximate(ins: Instruction, d: Decoder) -> Execute:
         x = get(w).astype(np.float64)
         if flush:
             x = np.where(np.abs(x) < _SMALLEST, np.copysign(0, x), x)
-        error, y = w.rng.uniform(-_EX2_ERROR, _EX2_ERROR, 32), of(x)
+        error, y = _EX2_ERROR * _noise(w, get(w)), of(x)
         near = log & (x > 0.5) & (x < 2)
         y = np.where(near, y + error, y * (1 + error) if not log else np.where(np.isfinite(y), y * (1 + error), y))
         put(w, np.where(flush & (np.abs(y) < _SMALLEST), 0, y).astype(np.float32))
@@ -335,6 +335,12 @@ def approximate(ins: Instruction, d: Decoder) -> Execute:
 _SMALLEST = 2.0**-126
 
 
+def _noise(w: Warp, values: np.ndarray) -> np.ndarray:
+    """Between -1 and 1, and the same for the same value: warps that compute the same get the same."""
+    bits = values.view(np.uint32) * np.uint32(2654435761) + np.uint32(w.block.machine.schedule.seed * 40503 + 1)
+    return (bits * np.uint32(2246822519)).view(np.int32) / np.float64(1 << 31)
+
+
 @op("div.full.f32", "div.approx.f32", "div.rn.f32")
 def divide(ins: Instruction, d: Decoder) -> Execute:
     """With 2 ulp unless it is rounded."""
@@ -343,6 +349,6 @@ def divide(ins: Instruction, d: Decoder) -> Execute:
 
     def run(w: Warp) -> None:
         y = a(w) / b(w)
-        put(w, y if exact else (y * (1 + w.rng.uniform(-_DIV_ERROR, _DIV_ERROR, 32))).astype(np.float32))
+        put(w, y if exact else (y * (1 + _DIV_ERROR * _noise(w, y))).astype(np.float32))
 
     return run

@@ -15,7 +15,7 @@ from scripts.lab.ptx import access, alu, copy, memory, tensor, warp  # noqa: F40
 from scripts.lab.ptx.control import reconvergence
 from scripts.lab.ptx.decode import DTYPES, FULL, Decoder, Execute, family_of, uses
 from scripts.lab.ptx.hazards import MAX_COMPONENTS, Clocks, Hazard, Shadow
-from scripts.lab.ptx.isa import Instruction, Kernel
+from scripts.lab.ptx.isa import Instruction, Kernel, Parameter
 from scripts.lab.ptx.memory import SHARED_BASE, WINDOW_BITS, Array, Memory
 from scripts.lab.ptx.work import Work
 
@@ -39,7 +39,7 @@ class Launch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
-    arguments: list[Array | int]  # in the order of the kernel's parameters
+    arguments: list[Any]  # in the order of the kernel's parameters: arrays, numbers, tensor maps by their offsets in one
     cluster: tuple[int, int, int] = (1, 1, 1)
 
 
@@ -59,7 +59,7 @@ class Decoded:
 class Program:
     """A decoded kernel."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, arguments: list[Array | int]) -> None:
         kernel = launch.kernel
         self.launch, self.kernel = launch, kernel
         symbols, offset = {}, SHARED_BASE
@@ -69,7 +69,7 @@ class Program:
             symbols[variable.name] = offset
             offset += variable.size
         self.shared_bytes = offset - SHARED_BASE + launch.shared_bytes
-        self.arguments = dict(zip((p.name for p in kernel.parameters), launch.arguments, strict=True))
+        self.arguments = dict(zip((p.name for p in kernel.parameters), arguments, strict=True))
         symbols |= {name: array.base for name, array in self.arguments.items() if isinstance(array, Array)}
         decoder = Decoder(kernel, symbols)
         self.meets = reconvergence(kernel)
@@ -397,10 +397,12 @@ class Machine:
     """Runs a launch under a schedule."""
 
     def __init__(self, launch: Launch, schedule: Schedule) -> None:
-        self.arrays = list({id(a): a for a in launch.arguments if isinstance(a, Array)}.values())
+        arguments = [_argument(*given) for given in zip(launch.kernel.parameters, launch.arguments, strict=True)]
+        behind_maps = [each.array for x in arguments if isinstance(x, Array) and x.meta for each in x.meta.values()]
+        self.arrays = list({id(a): a for a in [*arguments, *behind_maps] if isinstance(a, Array)}.values())
         for window, array in enumerate(self.arrays, start=1):
             array.base, array.writers = window << WINDOW_BITS, None
-        self.program, self.schedule = Program(launch), schedule
+        self.program, self.schedule = Program(launch, arguments), schedule
         self.rng = np.random.default_rng(schedule.seed)
         self.hazards: dict[tuple[str, int], Hazard] = {}
         self.landed: list[Work] = []
@@ -414,6 +416,15 @@ class Machine:
             for number in self.rng.permutation(blocks):
                 Block(self, int(number), views).run()
         return list(self.hazards.values())
+
+
+def _argument(parameter: Parameter, value: Any) -> Any:
+    """Tensor maps become an array that is the parameter itself."""
+    if not isinstance(value, dict):
+        return value
+    maps = Array("tensor maps", np.zeros(parameter.size, np.uint8), writable=False)
+    maps.inline, maps.meta = True, value
+    return maps
 
 
 def run(launch: Launch, schedule: Schedule | None = None) -> list[Hazard]:

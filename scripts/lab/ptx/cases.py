@@ -1,0 +1,234 @@
+"""Steps of attention whose kernels are executed, and what is wrong with them.
+
+Everything that must not be read is NaN: the rest of a last page, free pages, the null page, what no kernel has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import quantised
+from pallas_kernels.chips import arch_converts_fp8
+from pallas_kernels.gpu import attention, device, tuning
+from pallas_kernels.gpu.parts import Parts
+from pallas_kernels.spec import AttentionSpec, RaggedBatch
+from scripts.lab.accounts.specs import make_spec
+from scripts.lab.accounts.targets import gpu_target
+from scripts.lab.ptx import machine
+from scripts.lab.ptx.hazards import Hazard
+from scripts.lab.ptx.launch import KernelCall, executed
+
+MULTIPROCESSORS = 2  # few, so that a block takes several items
+SHORTEST_PART = 64  # keys of a decode: short rows are cut, too
+TOLERANCE = 0.03  # bfloat16 in, float32 inside, weights rounded to bfloat16
+FORMS = {"paged_decode": "decode", "paged_prefill": "prefill", "paged_prefill_mma": "prefill", "paged_combine": "combine"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a step."""
+
+    rows: tuple[tuple[int, int], ...]  # (tokens of the step, keys with them) of each sequence; single tokens first
+    heads: tuple[int, int, int] = (2, 1, 64)  # query heads, KV heads, head dim
+    page_size: int = 64
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None  # of the pages, as `dtype` unless given
+    padding_tokens: int = 0
+    padding_rows: int = 0
+    spec_decode: bool = False
+    first_page: int = 0
+    parts: Parts | None = None  # how prefill's rows are cut, instead of the chip's own way
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether the program has no prefill."""
+        return not self.spec_decode and all(tokens == 1 for tokens, _ in self.rows)
+
+
+IN_PARTS = Parts(max_parts=4, min_keys=128, max_slots=128)
+SHAPES = {
+    "decode": Shape(rows=((1, 190), (1, 70))),
+    "prefill": Shape(rows=((1, 33), (19, 90), (3, 3)), padding_tokens=4),
+    "combine": Shape(rows=((1, 300), (7, 300)), parts=IN_PARTS),
+    "odd decodes": Shape(rows=((1, 1), (1, 63), (1, 65), (1, 128)), heads=(8, 2, 64), padding_rows=2, padding_tokens=2),
+    "a padding tile": Shape(rows=((1, 70), (1, 9), (19, 100), (3, 3)), heads=(4, 1, 64), padding_tokens=22),
+    "an empty row": Shape(rows=((1, 0), (1, 5)), heads=(8, 1, 128), page_size=16),
+    "an empty step": Shape(rows=(), padding_rows=2, padding_tokens=16, spec_decode=True),
+    "drafts": Shape(rows=((4, 70), (1, 20), (3, 3)), heads=(4, 1, 64), spec_decode=True),
+    "twelve heads in a group": Shape(rows=((1, 40), (9, 75)), heads=(12, 1, 64), page_size=32),
+    "wide heads": Shape(rows=((1, 130), (17, 140)), heads=(4, 2, 128), page_size=128),
+    "int8": Shape(rows=((1, 70), (18, 85)), heads=(4, 1, 64), page_size=16, kv_dtype="int8"),
+    "fp8": Shape(rows=((1, 70), (18, 85)), heads=(4, 1, 128), kv_dtype="float8_e4m3fn"),
+    "int8 decodes in parts": Shape(rows=((1, 1), (1, 300), (1, 65)), heads=(8, 2, 128), page_size=16, kv_dtype="int8"),
+    "float16, a later layer": Shape(rows=((1, 20), (5, 40)), heads=(4, 1, 64), dtype="float16", first_page=3),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What is wrong with a step; nothing if both are empty."""
+
+    hazards: tuple[tuple[str, Hazard], ...] = ()  # with the kernel's name
+    wrong: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([*self.wrong, *(f"{name}: {hazard}" for name, hazard in self.hazards)])
+
+
+class Case:
+    """A step's arrays."""
+
+    def __init__(self, shape: Shape, arch: tuple[int, int], seed: int = 0) -> None:
+        kv_dtype = shape.kv_dtype
+        if kv_dtype == "float8_e4m3fn" and not arch_converts_fp8(arch):
+            kv_dtype = "int8"
+        self.shape, self.rng = shape, np.random.default_rng(seed)
+        self.spec: AttentionSpec = make_spec(shape.heads, shape.page_size, jnp.dtype(shape.dtype), kv_dtype)
+        num_heads, num_kv_heads, head_dim = shape.heads
+        self.scales = self.rng.uniform(2.5, 5.0, (2, num_kv_heads)).astype(np.float32) / np.float32(
+            quantised.LARGEST.get(jnp.dtype(self.spec.kv_dtype), 1)
+        )
+        self.num_real = sum(tokens for tokens, _ in shape.rows)
+        self.num_tokens = self.num_real + shape.padding_tokens
+        self.queries = self._draw(self.num_tokens, num_heads, head_dim)
+        self.kv = [self._draw(2, keys, num_kv_heads, head_dim) for _, keys in shape.rows]  # of each row
+        self.step = self._draw(2, self.num_tokens, num_kv_heads, head_dim)
+        start = 0
+        for kv, (tokens, keys) in zip(self.kv, shape.rows, strict=True):
+            taken = min(tokens, keys)
+            kv[:, keys - taken :] = self.step[:, start : start + taken]
+            start += tokens
+        self.table = self._table()
+
+    def _draw(self, *sizes: int) -> np.ndarray:
+        return self.rng.standard_normal(sizes).astype(np.float32).astype(self.spec.dtype)
+
+    def _table(self) -> np.ndarray:
+        rows, size = self.shape.rows, self.shape.page_size
+        needed = [-(-keys // size) for _, keys in rows]
+        self.num_pages = sum(needed) + 3
+        free = iter(1 + self.rng.permutation(self.num_pages - 1))
+        table = np.zeros((len(rows) + self.shape.padding_rows, max(needed, default=1)), np.int32)
+        for row, count in zip(table, needed, strict=False):
+            row[:count] = [next(free) for _ in range(count)]
+        return table
+
+    @property
+    def batch(self) -> RaggedBatch:
+        """The step as the operation takes it."""
+        rows, num_rows = self.shape.rows, len(self.table)
+        lens = np.zeros(num_rows, np.int32)
+        lens[: len(rows)] = [keys for _, keys in rows]
+        starts = np.full(num_rows + 1, self.num_real, np.int32)
+        starts[: len(rows)] = np.cumsum([0, *(tokens for tokens, _ in rows)])[:-1]
+        singles = next((i for i, (tokens, _) in enumerate(rows) if tokens != 1), len(rows))
+        return RaggedBatch(
+            page_table=jnp.asarray(self.table), kv_lens=jnp.asarray(lens), query_starts=jnp.asarray(starts),
+            num_singles=jnp.int32(singles), num_rows=jnp.int32(len(rows)),
+        )  # fmt: skip
+
+    def stored(self, kind: int, x: np.ndarray) -> np.ndarray:
+        """Keys (0) or values (1) as the pages hold them."""
+        if not self.spec.has_kv_scales:
+            return x
+        return np.asarray(quantised.quantise(jnp.asarray(x), jnp.asarray(self.scales[kind]), self.spec.kv_dtype))
+
+    def pages(self, *, with_step: bool) -> np.ndarray:
+        """Every row's keys and values in its pages, and poison elsewhere."""
+        _, num_kv_heads, head_dim = self.shape.heads
+        size, first, kind = self.shape.page_size, self.shape.first_page, jnp.dtype(self.spec.kv_dtype)
+        poison = -128 if kind == jnp.int8 else np.nan
+        pages = np.full((self.num_pages + first, 2, num_kv_heads, size, head_dim), poison, kind)
+        for row, (kv, (tokens, keys)) in enumerate(zip(self.kv, self.shape.rows, strict=True)):
+            places = np.arange(keys if with_step else max(keys - tokens, 0))
+            for half in range(2):
+                values = self.stored(half, kv[half, : len(places)])
+                pages[self.table[row, places // size] + first, half, :, places % size] = values
+        return pages
+
+    def expected(self) -> np.ndarray:
+        """f64[real tokens, N, H]: attention in float64 over the values as they are stored."""
+        num_heads, num_kv_heads, _ = self.shape.heads
+        group, scaled = num_heads // num_kv_heads, self.spec.has_kv_scales
+        factors = np.repeat(self.scales if scaled else np.ones((2, num_kv_heads), np.float32), group, 1)
+        queries = (self.queries.astype(np.float32) * factors[0][:, None]).astype(self.spec.dtype).astype(np.float64)
+        out, token = np.zeros((self.num_real, *self.queries.shape[1:])), 0
+        for kv, (tokens, keys) in zip(self.kv, self.shape.rows, strict=True):
+            k, v = (np.repeat(self.stored(i, x).astype(np.float64), group, axis=1) for i, x in enumerate(kv))
+            for i in range(tokens):
+                live = max(keys - tokens + i + 1, 0)
+                scores = self.spec.scale * np.einsum("nh,tnh->nt", queries[token], k[:live])
+                weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf)) if live else scores
+                if live:
+                    weights /= weights.sum(-1, keepdims=True)
+                out[token] = np.einsum("nt,tnh->nh", weights, v[:live]) * factors[1][:, None]
+                token += 1
+        return out
+
+
+def schedules(count: int) -> list[machine.Schedule]:
+    """The first ones let copies land as late and as early as they may."""
+    kinds = ["late", "early", *["random"] * count]
+    return [machine.Schedule(seed=seed, landing=kind) for seed, kind in enumerate(kinds[:count])]
+
+
+def run(shape: Shape, target_name: str, ways: Iterable[machine.Schedule], forms: Iterable[str] = FORMS.values()) -> Findings:
+    """Executes the kernels of a step; those of `forms` under every schedule, others under the first."""
+    target, ways = gpu_target(target_name), list(ways)
+    gpu = device.Gpu(arch=target.chip.arch, num_multiprocessors=MULTIPROCESSORS)
+    case = Case(shape, gpu.arch)
+    hazards: dict[tuple[str, str, int], tuple[str, Hazard]] = {}
+    wrong: list[str] = []
+
+    def execute(call: KernelCall) -> list[np.ndarray]:
+        first: list[np.ndarray] = []
+        for way in ways if FORMS[call.name] in forms else ways[:1]:
+            launch, outputs = call.launch()
+            for hazard in machine.run(launch, way):
+                hazards.setdefault((call.name, hazard.kind, hazard.ins.index), (call.name, hazard))
+            results = [array.value for array in outputs]
+            if first and not all(map(_agree, first, results)):
+                wrong.append(f"{call.name}: other results under {way}")
+            first = first or results
+        return first
+
+    with (
+        executed(target, gpu, execute),
+        mock.patch.object(tuning, "MIN_DECODE_KEYS", SHORTEST_PART),
+        mock.patch.object(tuning, "prefill_parts", lambda *a, **k: shape.parts) if shape.parts else mock.patch.object(tuning, "prefill_parts", tuning.prefill_parts),
+    ):
+        output, pages = _step(case)
+    error = np.abs(output[: case.num_real].astype(np.float64) - case.expected()).max(initial=0.0)
+    if not error <= TOLERANCE:
+        wrong.append(f"the output is off by {error:g}")
+    if not np.isfinite(output.astype(np.float32)).all():
+        wrong.append("the output is not finite")
+    if pages.tobytes() != case.pages(with_step=True).tobytes():
+        wrong.append("the pages are wrong")
+    return Findings(hazards=tuple(hazards.values()), wrong=tuple(wrong))
+
+
+def _agree(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.allclose(a.astype(np.float64), b.astype(np.float64), atol=TOLERANCE, rtol=TOLERANCE, equal_nan=True)
+
+
+def _step(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    shape, spec = case.shape, case.spec
+    metadata = attention.make_metadata(
+        case.batch, spec, num_tokens=case.num_tokens, decode_only=shape.decode_only, spec_decode=shape.spec_decode
+    )
+    operation = partial(attention.append_and_attend, spec=spec, interpret=False)
+    arrays = [case.queries, *case.step, case.pages(with_step=False)]
+    if spec.has_kv_scales:
+        operation = quantised.with_scales(operation, spec.kv_dtype)
+    scales = [case.scales] if spec.has_kv_scales else []
+    output, pages = operation(*map(jnp.asarray, arrays), metadata, shape.first_page, *map(jnp.asarray, scales))
+    return np.asarray(output), np.asarray(pages)
+
+
