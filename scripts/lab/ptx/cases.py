@@ -5,7 +5,8 @@ Everything that must not be read is NaN: the rest of a last page, free pages, th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from unittest import mock
@@ -20,12 +21,14 @@ from pallas_kernels.gpu.parts import Parts
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 from scripts.lab.accounts.specs import make_spec
 from scripts.lab.accounts.targets import gpu_target
-from scripts.lab.ptx import machine
+from scripts.lab.ptx import launch, machine
 from scripts.lab.ptx.hazards import Hazard
 from scripts.lab.ptx.launch import KernelCall, executed
+from scripts.lab.ptx.parse import parse
 
 MULTIPROCESSORS = 2  # few, so that a block takes several items
 SHORTEST_PART = 64  # keys of a decode: short rows are cut, too
+SHOWN = 12  # hazards of a report
 TOLERANCE = 0.03  # bfloat16 in, float32 inside, weights rounded to bfloat16
 FORMS = {"paged_decode": "decode", "paged_prefill": "prefill", "paged_prefill_mma": "prefill", "paged_combine": "combine"}
 
@@ -53,12 +56,12 @@ class Shape:
 
 IN_PARTS = Parts(max_parts=4, min_keys=128, max_slots=128)
 SHAPES = {
-    "decode": Shape(rows=((1, 190), (1, 70))),
+    "decode": Shape(rows=((1, 191), (1, 70))),
     "prefill": Shape(rows=((1, 33), (19, 90), (3, 3)), padding_tokens=4),
     "combine": Shape(rows=((1, 300), (7, 300)), parts=IN_PARTS),
     "odd decodes": Shape(rows=((1, 1), (1, 63), (1, 65), (1, 128)), heads=(8, 2, 64), padding_rows=2, padding_tokens=2),
     "a padding tile": Shape(rows=((1, 70), (1, 9), (19, 100), (3, 3)), heads=(4, 1, 64), padding_tokens=22),
-    "an empty row": Shape(rows=((1, 0), (1, 5)), heads=(8, 1, 128), page_size=16),
+    "rows of padding": Shape(rows=((1, 5),), heads=(8, 1, 128), page_size=16, padding_rows=3, padding_tokens=3),
     "an empty step": Shape(rows=(), padding_rows=2, padding_tokens=16, spec_decode=True),
     "drafts": Shape(rows=((4, 70), (1, 20), (3, 3)), heads=(4, 1, 64), spec_decode=True),
     "twelve heads in a group": Shape(rows=((1, 40), (9, 75)), heads=(12, 1, 64), page_size=32),
@@ -78,7 +81,9 @@ class Findings:
     wrong: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([*self.wrong, *(f"{name}: {hazard}" for name, hazard in self.hazards)])
+        more = len(self.hazards) - SHOWN
+        shown = [f"{name}: {hazard}" for name, hazard in self.hazards[:SHOWN]]
+        return "\n".join([*self.wrong, *shown, *([f"and {more} more"] if more > 0 else [])])
 
 
 class Case:
@@ -178,37 +183,53 @@ def schedules(count: int) -> list[machine.Schedule]:
     return [machine.Schedule(seed=seed, landing=kind) for seed, kind in enumerate(kinds[:count])]
 
 
-def run(shape: Shape, target_name: str, ways: Iterable[machine.Schedule], forms: Iterable[str] = FORMS.values()) -> Findings:
-    """Executes the kernels of a step; those of `forms` under every schedule, others under the first."""
+def run(
+    shape: Shape,
+    target_name: str,
+    ways: Iterable[machine.Schedule],
+    forms: Iterable[str] = FORMS.values(),
+    edit: Callable[[str], str] = str,
+) -> Findings:
+    """Executes the kernels of a step; those of `forms` under every schedule, others under the first.
+
+    A process must execute kernels of one target only.
+
+    Args:
+        edit: changes the PTX of each kernel.
+    """
     target, ways = gpu_target(target_name), list(ways)
     gpu = device.Gpu(arch=target.chip.arch, num_multiprocessors=MULTIPROCESSORS)
     case = Case(shape, gpu.arch)
     hazards: dict[tuple[str, str, int], tuple[str, Hazard]] = {}
     wrong: list[str] = []
+    of_nan: dict[str, None] = {}
 
     def execute(call: KernelCall) -> list[np.ndarray]:
         first: list[np.ndarray] = []
         for way in ways if FORMS[call.name] in forms else ways[:1]:
-            launch, outputs = call.launch()
-            for hazard in machine.run(launch, way):
+            started, outputs = call.launch()
+            ran = machine.Machine(started, way)
+            for hazard in ran.run():
                 hazards.setdefault((call.name, hazard.kind, hazard.ins.index), (call.name, hazard))
+            of_nan.update(dict.fromkeys(f"{call.name} line {ins.line} ({ins.source})" for ins in ran.made_nan))
             results = [array.value for array in outputs]
             if first and not all(map(_agree, first, results)):
                 wrong.append(f"{call.name}: other results under {way}")
             first = first or results
         return first
 
-    with (
-        executed(target, gpu, execute),
-        mock.patch.object(tuning, "MIN_DECODE_KEYS", SHORTEST_PART),
-        mock.patch.object(tuning, "prefill_parts", lambda *a, **k: shape.parts) if shape.parts else mock.patch.object(tuning, "prefill_parts", tuning.prefill_parts),
-    ):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(executed(target, gpu, execute))
+        patches.enter_context(mock.patch.object(launch, "parse", lambda ptx: parse(edit(ptx))))
+        patches.enter_context(mock.patch.object(tuning, "MIN_DECODE_KEYS", SHORTEST_PART))
+        if shape.parts is not None:
+            patches.enter_context(mock.patch.object(tuning, "prefill_parts", return_value=shape.parts))
         output, pages = _step(case)
     error = np.abs(output[: case.num_real].astype(np.float64) - case.expected()).max(initial=0.0)
     if not error <= TOLERANCE:
         wrong.append(f"the output is off by {error:g}")
     if not np.isfinite(output.astype(np.float32)).all():
-        wrong.append("the output is not finite")
+        wrong.append(f"the output is not finite; products of finite weights with NaN: {', '.join(of_nan)}")
     if pages.tobytes() != case.pages(with_step=True).tobytes():
         wrong.append("the pages are wrong")
     return Findings(hazards=tuple(hazards.values()), wrong=tuple(wrong))

@@ -1,0 +1,93 @@
+"""Kernels with a planted fault, executed as PTX for a target that is not here, and what is reported.
+
+`python -m tests.pallas_kernels.gpu.ptx_faults a100 [NAME ...]` prints a JSON object per case, of this target's list
+(default: all): its name and the findings. A process executes kernels of one target only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gpu import attention, matmul, tile_list
+from scripts.lab.ptx import cases
+from scripts.lab.ptx.cases import SHAPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    shape: str
+    expected: str  # is in the report; empty: nothing is reported
+    patches: dict[tuple[Any, str], Any] = field(default_factory=dict)
+    edit: Callable[[str], str] = str  # of the PTX
+
+
+def without(pattern: str) -> Callable[[str], str]:
+    """Leaves out the first line of the decode kernel that matches the pattern."""
+
+    def edit(ptx: str) -> str:
+        changed, count = re.subn(pattern, "//", ptx, count=1, flags=re.MULTILINE)
+        assert count or "paged_decode" not in ptx
+        return changed if "paged_decode" in ptx else ptx
+
+    return edit
+
+
+# The barrier between the warps' parts of a sum in shared memory and their reading.
+BEFORE_SUMS = r"^\s*bar\.sync[^\n]*;$(?=(?:\n[^\n]*){1,6}\n\s*ld\.shared\.v4)"
+
+
+def rows_of_pairs(count: Any, shape: tuple[int, ...], layout: Any) -> Any:
+    """The mask that numbers both keys of a register as the first of them."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) < lax.convert_element_type(count, jnp.int32)
+
+
+def rows_behind_the_table(kv_lens: Any, *args: Any, **options: Any) -> Any:
+    """Tiles of padding name row S, which the page table has not."""
+    work = tile_list.prefill_tiles(kv_lens, *args, **options)
+    padding = work.tiles[:, tile_list.TILE_KV_LEN] == 0
+    row = jnp.where(padding, kv_lens.shape[0], work.tiles[:, tile_list.TILE_ROW])
+    tiles = work.tiles.at[:, tile_list.TILE_ROW].set(row)
+    return tile_list.TileList(tiles=tiles, num_tiles=work.num_tiles, merges=work.merges, num_merges=work.num_merges)
+
+
+WITH_CP_ASYNC = {
+    "none, decode": Planted(shape="decode", expected=""),
+    "none, a padding tile": Planted(shape="a padding tile", expected=""),
+    "one mask for a pair": Planted(
+        shape="decode", expected=r"not finite; .*\(decode.py", patches={(matmul, "rows_before"): rows_of_pairs}
+    ),
+    "a padding tile's row": Planted(
+        shape="a padding tile",
+        expected="out of bounds.*ld.global.*page_table",
+        patches={(attention, "prefill_tiles"): rows_behind_the_table},
+    ),
+    "no barrier": Planted(shape="decode", expected=r"race: line \d+ \(online_softmax.py", edit=without(BEFORE_SUMS)),
+    "no wait": Planted(
+        shape="decode", expected="under way.*ldmatrix.*\n.*cp.async of warp", edit=without(r"^\s*cp\.async\.wait_group.*;$")
+    ),
+}
+FAULTS = {"a100": WITH_CP_ASYNC}
+
+
+def findings(target: str, planted: Planted) -> str:
+    with contextlib.ExitStack() as patches:
+        for (owner, name), new in planted.patches.items():
+            patches.enter_context(mock.patch.object(owner, name, new))
+        return str(cases.run(SHAPES[planted.shape], target, cases.schedules(3), edit=planted.edit))
+
+
+if __name__ == "__main__":
+    target, *names = sys.argv[1:]
+    for name in names or FAULTS[target]:
+        print(json.dumps({"name": name, "findings": findings(target, FAULTS[target][name])}), flush=True)
