@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from scripts.lab.ptx.memory import Array
 from scripts.lab.ptx.tma import TensorMap
 
@@ -40,7 +42,7 @@ class Call:
     cluster: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
-    arguments: list[Any]  # arrays, and tensor maps by their offsets in a parameter
+    arguments: list[Array]  # that of tensor maps has them by their offsets as `meta`
 
 
 def run(program: str, buffers: list[Array]) -> Call:
@@ -162,7 +164,9 @@ class _Host:
         while isinstance(place.target.get(at), TensorMap):
             maps[at - place.offset] = place.target[at]
             at += 128
-        return maps
+        parameter = Array("tensor maps", np.zeros(128 * len(maps), np.uint8))
+        parameter.inline, parameter.meta = True, maps
+        return parameter
 
 
 def split(text: str) -> list[str]:

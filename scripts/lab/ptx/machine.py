@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.lab.ptx import access, alu, copy, memory, tensor, warp  # noqa: F401, families that register themselves
+from scripts.lab.ptx import access, alu, copy, mbarrier, memory, tensor, tma, warp, wgmma  # noqa: F401, they register
 from scripts.lab.ptx.control import reconvergence
 from scripts.lab.ptx.decode import DTYPES, FULL, Decoder, Execute, family_of, uses
 from scripts.lab.ptx.hazards import MAX_COMPONENTS, Clocks, Hazard, Shadow
@@ -132,6 +132,7 @@ class Warp:
         self.rng = block.rng
         self.defined = [0] * views.count
         self.owned: dict[int, tuple[str, bool]] = {}  # rows of asynchronous products: by whom, and whether reads are right
+        self.unfenced: set[int] | None = None  # rows that were written after a wgmma.fence; None: there was none
         self.threads = index * 32 + np.arange(32)
         self.stack = [[0, FULL, -1]]  # pc, lanes, where they meet the others
         self.done = False
@@ -265,6 +266,8 @@ class Warp:
                         defined[row] |= bits
                 if self.owned and not now.touches_owned:
                     self._check_owned(now)
+                if self.unfenced is not None and not now.touches_owned:
+                    self.unfenced.update(now.writes)
                 now.execute(self)
             if self.done or self.waiting is not None:
                 return turn + 1

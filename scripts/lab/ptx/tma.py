@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scripts.lab.ptx.memory import Array
+from scripts.lab.ptx.decode import Decoder, Execute, Get, op
+from scripts.lab.ptx.isa import Coordinates, Instruction
+from scripts.lab.ptx.mbarrier import found_at, shared_address
+from scripts.lab.ptx.memory import SHARED_BASE, Array
+from scripts.lab.ptx.work import Work
+
+if TYPE_CHECKING:
+    from scripts.lab.ptx.machine import Warp
 
 # The numbers of Mosaic's runtime; 4-bit and smaller elements are not used.
 ELEMENT_BYTES = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 9: 4, 10: 8}
@@ -68,12 +77,190 @@ class TensorMap:
             "inner bytes that are no multiple of 16": inner % 16,
             "an unknown swizzle": self.swizzle not in SWIZZLES,
             "a box wider than its swizzle": self.swizzle > 16 and inner > self.swizzle,
+            "places beyond its array": self.offset + self.extent > self.array.size,
         }
         found = [words for words, is_wrong in wrong.items() if is_wrong]
         if found:
             raise ValueError(f"a tensor map of {self.array.name} has {', '.join(found)}: {self}")
 
     @property
+    def extent(self) -> int:
+        """The bytes from its first element to the end of its last."""
+        return sum((n - 1) * stride for n, stride in zip(self.sizes, self.strides, strict=True)) + self.element
+
+    @property
     def bytes(self) -> int:
         """Of a box: what a copy into shared memory adds to its mbarrier, also for what is out of bounds."""
         return int(np.prod(self.box)) * self.element
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """The places of a box's elements in it, [elements, dimensions], in the order of shared memory."""
+        return np.indices(self.box[::-1]).reshape(len(self.box), -1)[::-1].T
+
+    def offsets(self, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The array's bytes of the box at some coordinates, and which of them are in bounds. Others are 0."""
+        at = self.places + first
+        inside = ((at >= 0) & (at < self.sizes)).all(1)
+        starts = np.where(inside, self.offset + at @ np.array(self.strides), 0)
+        whole = starts[:, None] + np.arange(self.element)
+        return whole.reshape(-1), np.repeat(inside, self.element)
+
+    def shared_offsets(self, start: int) -> np.ndarray:
+        """The bytes in shared memory of a box that is copied to an address there."""
+        return swizzled(start + np.arange(self.bytes), self.swizzle) - SHARED_BASE
+
+
+def swizzled(addresses: np.ndarray, swizzle: int) -> np.ndarray:
+    """Moves 16-byte chunks within rows of `swizzle` bytes by the row's number: bits 4.. are XORed with bits 7.. of the
+    address. PTX ISA, "Swizzling Modes"."""
+    return addresses ^ ((addresses >> 7 & (swizzle // 16 - 1)) << 4)
+
+
+def _map_of(w: Warp, address: int) -> TensorMap:
+    array, offset = w.block.memory.find(address)
+    return array.meta[offset]
+
+
+def _operands(ins: Instruction, d: Decoder, operand: int) -> tuple[Get, list[Get]]:
+    tensor = ins.operands[operand]
+    assert isinstance(tensor, Coordinates), ins
+    return d.address(tensor.base), [d.source(part, "s32") for part in tensor.parts]
+
+
+def _box(w: Warp, ins: Instruction, tensor: TensorMap, place: int, first: np.ndarray, does: str) -> np.ndarray | None:
+    """The bytes of a box in shared memory. None if there is no such place."""
+    if len(first) != len(tensor.box):
+        w.report("tensor map", f"{len(first)} coordinates of a map of {tensor.array.name} with {len(tensor.box)}")
+        return None
+    if place % 128:
+        w.report("misaligned", f"the box in shared memory begins at {place:#x}, which is no multiple of 128")
+    offsets = tensor.shared_offsets(place)
+    if offsets.min() < 0 or offsets.max() >= w.block.shared.size:
+        w.report("out of bounds", f"the box of {tensor.bytes} bytes at {place:#x} is not in shared memory")
+        return None
+    if ((first < 0) | (first + tensor.box > tensor.sizes)).any():
+        shape = f"{list(tensor.sizes)} of {tensor.array.name}"
+        w.report("out of bounds", f"{does} a box {list(tensor.box)} at {first.tolist()} of a tensor {shape}")
+    return offsets
+
+
+@op("cp.async.bulk.tensor", writes=0)
+def copy(ins: Instruction, d: Decoder) -> Execute:
+    """A box between global and shared memory, for each lane of the mask."""
+    if any(part.startswith(("im2col", "tile::", "multicast", "cta_group")) for part in ins.parts):
+        raise NotImplementedError(ins.opcode)
+    if ins.parts[5].startswith("shared"):
+        return _load(ins, d)
+    return _store(ins, d)
+
+
+def _load(ins: Instruction, d: Decoder) -> Execute:
+    place, barrier = d.address(ins.operands[0]), d.address(ins.operands[2])
+    source, coordinates = _operands(ins, d, 1)
+
+    def one(w: Warp, lane: int) -> None:
+        tensor = _map_of(w, int(source(w)[lane]))
+        first = np.array([int(get(w)[lane]) for get in coordinates])
+        to = shared_address(w, int(place(w)[lane]))
+        offsets = _box(w, ins, tensor, to, first, "reads")
+        here = found_at(w, shared_address(w, int(barrier(w)[lane])), by_copy=True)
+        if offsets is None or here is None:
+            return
+        froms, inside = tensor.offsets(first)
+        if not tensor.array.defined[froms[inside]].all():
+            w.report("unwritten memory", f"copies bytes of {tensor.array.name} that nobody wrote")
+        shared, time = w.block.shared, here.phases + 1
+        assert shared.shadow is not None
+        shared.shadow.write_async(w, offsets, here.component, time)
+        shared.defined[offsets] = True
+
+        def land() -> None:
+            if here.phases >= time:
+                w.now = w.program.code[ins.index]
+                w.report("copy after its phase", f"a box of {tensor.bytes} bytes lands after the phase has ended: {here}")
+            shared.data[offsets] = np.where(inside, tensor.array.data[froms], 0)
+            here.add_bytes(w, -tensor.bytes)
+
+        what = f"a box of {tensor.array.name} at {first.tolist()}"
+        w.block.launch(Work(ins, what, land, component=here.component, time=time))
+
+    def run(w: Warp) -> None:
+        for lane in np.flatnonzero(w.mask):
+            one(w, int(lane))
+
+    return run
+
+
+@dataclass
+class BulkGroups:
+    """The groups of copies into global memory of a warp's elected thread, counted from 1."""
+
+    component: int
+    committed: int = 0
+
+    @classmethod
+    def of(cls, w: Warp) -> BulkGroups:
+        """Those of a warp."""
+        key = ("bulk", w.index)
+        if key not in w.block.state:
+            w.block.state[key] = cls(w.block.clocks.component(f"the bulk groups of warp {w.index}"))
+        return w.block.state[key]
+
+
+def _store(ins: Instruction, d: Decoder) -> Execute:
+    place = d.address(ins.operands[1])
+    target, coordinates = _operands(ins, d, 0)
+
+    def one(w: Warp, lane: int) -> None:
+        tensor = _map_of(w, int(target(w)[lane]))
+        first = np.array([int(get(w)[lane]) for get in coordinates])
+        offsets = _box(w, ins, tensor, shared_address(w, int(place(w)[lane])), first, "writes")
+        if offsets is None:
+            return
+        groups, shared = BulkGroups.of(w), w.block.shared
+        to, inside = tensor.offsets(first)
+        if not shared.defined[offsets[inside]].all():
+            w.report("unwritten memory", "copies bytes of shared memory that nobody wrote")
+        assert shared.shadow is not None
+        shared.shadow.read_async(w, offsets, groups.component, groups.committed + 1)
+        w.block.memory.claim(w, tensor.array, to[inside], shared.data[offsets[inside]])
+
+        def land() -> None:
+            tensor.array.data[to[inside]] = shared.data[offsets[inside]]
+            tensor.array.defined[to[inside]] = True
+
+        what = f"a box of {tensor.array.name} at {first.tolist()}"
+        w.block.launch(Work(ins, what, land, component=groups.component, time=groups.committed + 1))
+
+    def run(w: Warp) -> None:
+        for lane in np.flatnonzero(w.mask):
+            one(w, int(lane))
+
+    return run
+
+
+@op("cp.async.bulk.commit_group", writes=0)
+def commit(ins: Instruction, d: Decoder) -> Execute:
+    """Closes a group."""
+    del ins, d
+
+    def run(w: Warp) -> None:
+        BulkGroups.of(w).committed += 1
+
+    return run
+
+
+@op("cp.async.bulk.wait_group", writes=0)
+def wait(ins: Instruction, d: Decoder) -> Execute:
+    """Waits until all groups but the last ones have read shared memory. That they have written, too, only matters to
+    other kernels, which begin after all copies have ended."""
+    left = d.source(ins.operands[0], "u32")
+
+    def run(w: Warp) -> None:
+        groups = BulkGroups.of(w)
+        reached = max(groups.committed - int(left(w)[w.mask][0]), 0)
+        w.block.force(lambda work: work.component == groups.component and work.time <= reached)
+        w.observe(groups.component, reached)
+
+    return run
