@@ -56,10 +56,9 @@ def load_parameter(ins: Instruction, d: Decoder) -> Execute:
 @op("st", writes=0)
 def store(ins: Instruction, d: Decoder) -> Execute:
     """Each lane stores one value, or the parts of a vector."""
-    space, count, dtype = _form(ins)
+    space, _, dtype = _form(ins)
     bits = BITS[DTYPES[dtype].itemsize]
     address, gets = d.address(ins.operands[0]), d.sources(ins.operands[1], dtype)
-    del count
 
     def run(w: Warp) -> None:
         values = np.stack([get(w).view(bits) for get in gets], 1)

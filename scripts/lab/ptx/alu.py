@@ -1,7 +1,7 @@
 """Arithmetic: integers, floating point, conversions, selections, and moves between registers.
 
-Approximate instructions are as far off as the ISA allows, by an amount that the seed chooses (PTX ISA, "Floating-Point Instructions"):
-ex2.approx.ftz 2^-22 of the result and lg2.approx.ftz 2^-22 (absolute between 1/2 and 2), div.full 2 ulp.
+Approximate instructions are off by an amount that the seed chooses, up to the ISA's bounds ("Floating-Point
+Instructions"): 2^-22 of the result for ex2.approx.ftz, 2^-22 for lg2.approx.ftz, 2 ulp for div.full.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scripts.lab.ptx.decode import BANKS, BITS, DTYPES, Decoder, Execute, op
-from scripts.lab.ptx.isa import Instruction, Register, Vector
+from scripts.lab.ptx.decode import BITS, DTYPES, Decoder, Execute, op
+from scripts.lab.ptx.isa import Immediate, Instruction, Register, Vector
 
 if TYPE_CHECKING:
     from scripts.lab.ptx.machine import Warp
 
-_MODIFIERS = {"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "satfinite", "lo", "approx", "full"}
 _WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 _EX2_ERROR, _DIV_ERROR = 2.0**-22, 2.0**-23
 
@@ -30,13 +29,7 @@ def _same_type(*names: str) -> Callable:
             dtype = ins.parts[-1]
             put = d.target(ins.operands[0], dtype)
             gets = [d.source(operand, dtype) for operand in ins.operands[1:]]
-            if len(gets) == 1:
-                (a,) = gets
-                return lambda w: put(w, of(a(w)))
-            if len(gets) == 2:
-                a, b = gets
-                return lambda w: put(w, of(a(w), b(w)))
-            return lambda w: put(w, of(*(get(w) for get in gets)))
+            return lambda w: put(w, of(*[get(w) for get in gets]))
 
         op(*names)(make)
         return of
@@ -46,37 +39,31 @@ def _same_type(*names: str) -> Callable:
 
 def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """In one rounding, up to those rare results that float64 rounds first."""
-    if a.dtype == np.float32:
-        return (a.astype(np.float64) * b + c).astype(np.float32)
-    return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(a.dtype)
+    return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
 for _names, _of in {
-    ("add.u16", "add.s16", "add.u32", "add.s32", "add.u64", "add.s64", "add.f32", "add.rn.f32"): np.add,
-    ("sub.u16", "sub.s16", "sub.u32", "sub.s32", "sub.u64", "sub.s64", "sub.f32", "sub.rn.f32"): np.subtract,
-    ("mul.lo", "mul.f32", "mul.rn.f32"): np.multiply,
+    ("add.u16", "add.s16", "add.u32", "add.s32", "add.u64", "add.s64", "add.f32"): np.add,
+    ("sub.u16", "sub.s16", "sub.u32", "sub.s32", "sub.u64", "sub.s64", "sub.f32"): np.subtract,
+    ("mul.lo", "mul.f32"): np.multiply,
     ("mad.lo",): lambda a, b, c: a * b + c,
-    ("fma.rn.f32", "fma.rn.f16", "fma.rn.bf16"): _fused,
+    ("fma.rn.f32",): _fused,
     ("neg",): np.negative,
-    ("abs",): np.abs,
     ("not.b16", "not.b32", "not.b64", "not.pred"): np.invert,
     ("and",): np.bitwise_and,
     ("or",): np.bitwise_or,
     ("xor",): np.bitwise_xor,
     ("min.u16", "min.s16", "min.u32", "min.s32", "min.u64", "min.s64"): np.minimum,
     ("max.u16", "max.s16", "max.u32", "max.s32", "max.u64", "max.s64"): np.maximum,
-    ("min.f32",): np.fmin,
-    ("max.f32",): np.fmax,
-    ("min.NaN.f32",): np.minimum,
     ("max.NaN.f32",): np.maximum,
 }.items():
     _same_type(*_names)(_of)
 
 
-@op("add.f32x2", "add.rn.f32x2", "sub.f32x2", "sub.rn.f32x2", "mul.f32x2", "mul.rn.f32x2", "fma.rn.f32x2")
+@op("add.f32x2", "mul.f32x2", "fma.rn.f32x2")
 def packed(ins: Instruction, d: Decoder) -> Execute:
     """Two float32 in a register of 64 bits."""
-    of = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": _fused}[ins.parts[0]]
+    of = {"add": np.add, "mul": np.multiply, "fma": _fused}[ins.parts[0]]
     put = d.target(ins.operands[0], "b64")
     gets = [d.source(operand, "b64") for operand in ins.operands[1:]]
 
@@ -86,26 +73,14 @@ def packed(ins: Instruction, d: Decoder) -> Execute:
     return run
 
 
-@op("add.f16x2", "add.rn.f16x2", "sub.f16x2", "mul.f16x2", "mul.rn.f16x2", "fma.rn.f16x2")
-@op("add.rn.bf16x2", "sub.rn.bf16x2", "mul.rn.bf16x2", "fma.rn.bf16x2", "mul.bf16x2")
-def halves(ins: Instruction, d: Decoder) -> Execute:
-    """Two 16-bit values in a register of 32 bits."""
-    kind = DTYPES[ins.parts[-1].removesuffix("x2")]
-    of = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": _fused}[ins.parts[0]]
-    put = d.target(ins.operands[0], "b32")
-    gets = [d.source(operand, "b32") for operand in ins.operands[1:]]
-    return lambda w: put(w, of(*(get(w).view(kind) for get in gets)).view(np.uint32))
-
-
-@op("mul.wide", "mad.wide")
+@op("mul.wide")
 def wide(ins: Instruction, d: Decoder) -> Execute:
     """A product of twice the width."""
     narrow = ins.parts[-1]
     broad = _WIDER[narrow]
     put, kind = d.target(ins.operands[0], broad), DTYPES[broad]
-    a, b = (d.source(operand, narrow) for operand in ins.operands[1:3])
-    c = d.source(ins.operands[3], broad) if len(ins.operands) > 3 else None
-    return lambda w: put(w, a(w).astype(kind) * b(w) + (c(w) if c else kind.type(0)))
+    a, b = (d.source(operand, narrow) for operand in ins.operands[1:])
+    return lambda w: put(w, a(w).astype(kind) * b(w))
 
 
 @op("mul.hi")
@@ -125,46 +100,35 @@ def shift(ins: Instruction, d: Decoder) -> Execute:
     """Shifts by more than the width give 0, or the sign."""
     dtype = ins.parts[-1]
     bits, kind = int(dtype[1:]), DTYPES[dtype]
-    put, a, amount = d.target(ins.operands[0], dtype), d.source(ins.operands[1], dtype), d.source(ins.operands[2], "u32")
-    if ins.parts[0] == "shl":
-        return lambda w: put(w, np.where(amount(w) < bits, a(w) << np.minimum(amount(w), bits - 1).astype(kind), kind.type(0)))
-    if dtype[0] == "s":
-        return lambda w: put(w, a(w) >> np.minimum(amount(w), bits - 1).astype(kind))
-    return lambda w: put(w, np.where(amount(w) < bits, a(w) >> np.minimum(amount(w), bits - 1).astype(kind), kind.type(0)))
+    put, a = d.target(ins.operands[0], dtype), d.source(ins.operands[1], dtype)
+    amount, of = d.source(ins.operands[2], "u32"), np.left_shift if ins.parts[0] == "shl" else np.right_shift
+    extends = dtype[0] == "s"
+
+    def run(w: Warp) -> None:
+        by = amount(w)
+        shifted = of(a(w), np.minimum(by, bits - 1).astype(kind))
+        put(w, shifted if extends else np.where(by < bits, shifted, kind.type(0)))
+
+    return run
 
 
 @op("bfe")
 def extract(ins: Instruction, d: Decoder) -> Execute:
     """Bits `[start, start + count)` of an operand, extended."""
     dtype = ins.parts[-1]
-    bits, signed, wide_kind = int(dtype[1:]), dtype[0] == "s", np.int64
+    bits, kind = int(dtype[1:]), DTYPES[dtype]
     put, a = d.target(ins.operands[0], dtype), d.source(ins.operands[1], dtype)
-    start, count = (d.source(operand, "u32") for operand in ins.operands[2:])
-
-    def run(w: Warp) -> None:
-        at, n = (np.minimum(get(w) & 0xFF, bits).astype(wide_kind) for get in (start, count))
-        n = np.minimum(n, bits - at) if not signed else n
-        top = np.minimum(at + n, bits)
-        values = a(w)
-        if bits == 64:
-            values = values >> at.astype(values.dtype)
-            put(w, np.where(n < 64, values & ((np.uint64(1) << np.minimum(n, 63).astype(np.uint64)) - np.uint64(1)), values))
-            return
-        values = values.astype(wide_kind) << (64 - top)  # the field's highest bit is now the highest of 64
-        if signed:
-            put(w, np.where(n > 0, values >> np.minimum(64 - (top - at), 63), 0).astype(DTYPES[dtype]))
-        else:
-            found = values.view(np.uint64) >> np.minimum(64 - n, 63).astype(np.uint64)
-            put(w, np.where(n > 0, found, 0).astype(DTYPES[dtype]))
-
-    return run
+    start, count = ins.operands[2:]
+    if not (isinstance(start, Immediate) and isinstance(count, Immediate)):
+        raise NotImplementedError(ins.text)
+    left = bits - min(start.value + count.value, bits)  # bits above the field
+    right = bits - min(count.value, bits - start.value)
+    return lambda w: put(w, a(w) << kind.type(left) >> kind.type(right))
 
 
 @op("prmt.b32")
 def permute(ins: Instruction, d: Decoder) -> Execute:
     """Bytes of two registers, chosen by four bits each; the highest bit of a choice repeats the byte's sign."""
-    if ins.parts[2:]:
-        raise NotImplementedError(ins.opcode)
     put, (a, b, chosen) = d.target(ins.operands[0], "u32"), (d.source(operand, "u32") for operand in ins.operands[1:])
     places = np.arange(4, dtype=np.uint32) * 4
 
@@ -187,27 +151,18 @@ def select(ins: Instruction, d: Decoder) -> Execute:
     return lambda w: put(w, np.where(p(w), a(w), b(w)))
 
 
-_COMPARISONS: dict[str, Callable] = {
-    "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
-    "equ": lambda a, b: ~((a < b) | (a > b)), "neu": np.not_equal,
-    "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b),
-    "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b),
-    "num": lambda a, b: (a == a) & (b == b), "nan": lambda a, b: (a != a) | (b != b),
+_COMPARISONS = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
 
 
 @op("setp")
 def compare(ins: Instruction, d: Decoder) -> Execute:
-    """A predicate. Comparisons of floats are false for NaN, except those whose names end in u."""
-    name, dtype = ins.parts[1], ins.parts[-1]
-    if set(ins.parts[2:-1]) - {"ftz"} or len(ins.operands) != 3:
+    """A predicate. Comparisons of floats are false for NaN."""
+    _, name, dtype = ins.parts
+    if dtype[0] == "f" and name == "ne":
         raise NotImplementedError(ins.text)
     put, a, b = d.target(ins.operands[0], "pred"), d.source(ins.operands[1], dtype), d.source(ins.operands[2], dtype)
-    if name == "ne":
-        if dtype[0] in "fb" and dtype != "b16" and dtype not in BANKS:  # ordered
-            return lambda w: put(w, (a(w) < b(w)) | (a(w) > b(w)))
-        return lambda w: put(w, a(w) != b(w))
     test = _COMPARISONS[name]
     return lambda w: put(w, test(a(w), b(w)))
 
@@ -275,23 +230,12 @@ def to_space(ins: Instruction, d: Decoder) -> Execute:
 @op("cvt")
 def convert(ins: Instruction, d: Decoder) -> Execute:
     """Between types. Results of 8 bits fill a wider register with their sign, or zeros."""
-    modifiers, to, of = set(ins.parts[1:-2]), ins.parts[-2], ins.parts[-1]
-    if modifiers - _MODIFIERS:
+    to, of = ins.parts[-2:]
+    if set(ins.parts[1:-2]) - {"rn"} or (to[0] in "us" and of[0] not in "us"):
         raise NotImplementedError(ins.opcode)
     if of.endswith("x2") or to.endswith("x2"):
         return _convert_pair(ins, d, to, of)
     put, get, kind = d.target(ins.operands[0], to), d.source(ins.operands[1], of), DTYPES[to]
-    if of[0] in "us" and to[0] in "us":
-        if "sat" in modifiers:
-            low, high = np.iinfo(kind).min, np.iinfo(kind).max
-            return lambda w: put(w, np.clip(get(w).astype(np.int64), low, high).astype(kind))
-        return lambda w: put(w, get(w).astype(kind))
-    if to[0] in "us":
-        rounding = np.rint if "rni" in modifiers else np.trunc
-        low, high = float(np.iinfo(kind).min), float(np.iinfo(kind).max)
-        return lambda w: put(w, np.nan_to_num(np.clip(rounding(get(w).astype(np.float64)), low, high)).astype(kind))
-    if "rz" in modifiers or "sat" in modifiers:
-        raise NotImplementedError(ins.opcode)
     return lambda w: put(w, get(w).astype(kind))
 
 
@@ -312,24 +256,22 @@ def _convert_pair(ins: Instruction, d: Decoder, to: str, of: str) -> Execute:
     return run
 
 
-@op("ex2.approx", "lg2.approx", "rcp.approx", "rsqrt.approx", "sqrt.approx")
+@op("ex2.approx.ftz.f32", "lg2.approx.ftz.f32")
 def approximate(ins: Instruction, d: Decoder) -> Execute:
-    """In float32, with denormals as zero under ftz."""
-    of: Callable = {
-        "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "rsqrt": lambda x: 1 / np.sqrt(x), "sqrt": np.sqrt,
-    }[ins.parts[0]]  # fmt: skip
-    put, get, flush, log = d.target(ins.operands[0], "f32"), d.source(ins.operands[1], "f32"), "ftz" in ins.parts, ins.parts[0] == "lg2"
+    """Base 2, with denormals as zero."""
+    put, get, is_log = d.target(ins.operands[0], "f32"), d.source(ins.operands[1], "f32"), ins.parts[0] == "lg2"
 
     def run(w: Warp) -> None:
-        x = get(w).astype(np.float64)
-        if flush:
-            x = np.where(np.abs(x) < _SMALLEST, np.copysign(0, x), x)
-        error, y = _EX2_ERROR * _noise(w, get(w)), of(x)
-        near = log & (x > 0.5) & (x < 2)
-        y = np.where(near, y + error, y * (1 + error) if not log else np.where(np.isfinite(y), y * (1 + error), y))
-        put(w, np.where(flush & (np.abs(y) < _SMALLEST), 0, y).astype(np.float32))
+        x = _flushed(get(w).astype(np.float64))
+        y, error = np.log2(x) if is_log else np.exp2(x), _EX2_ERROR * _noise(w, get(w))
+        y = y + error if is_log else y * (1 + error)
+        put(w, _flushed(y).astype(np.float32))
 
     return run
+
+
+def _flushed(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < _SMALLEST, np.copysign(0, x), x)
 
 
 _SMALLEST = 2.0**-126
@@ -341,14 +283,13 @@ def _noise(w: Warp, values: np.ndarray) -> np.ndarray:
     return (bits * np.uint32(2246822519)).view(np.int32) / np.float64(1 << 31)
 
 
-@op("div.full.f32", "div.approx.f32", "div.rn.f32")
+@op("div.full.f32")
 def divide(ins: Instruction, d: Decoder) -> Execute:
-    """With 2 ulp unless it is rounded."""
-    exact = "rn" in ins.parts
+    """With 2 ulp."""
     put, a, b = d.target(ins.operands[0], "f32"), d.source(ins.operands[1], "f32"), d.source(ins.operands[2], "f32")
 
     def run(w: Warp) -> None:
         y = a(w) / b(w)
-        put(w, y if exact else (y * (1 + _DIV_ERROR * _noise(w, y))).astype(np.float32))
+        put(w, (y * (1 + _DIV_ERROR * _noise(w, y))).astype(np.float32))
 
     return run

@@ -30,7 +30,12 @@ MULTIPROCESSORS = 2  # few, so that a block takes several items
 SHORTEST_PART = 64  # keys of a decode: short rows are cut, too
 SHOWN = 12  # hazards of a report
 TOLERANCE = 0.03  # bfloat16 in, float32 inside, weights rounded to bfloat16
-FORMS = {"paged_decode": "decode", "paged_prefill": "prefill", "paged_prefill_mma": "prefill", "paged_combine": "combine"}
+FORMS = {
+    "paged_decode": "decode",
+    "paged_prefill": "prefill",
+    "paged_prefill_mma": "prefill",
+    "paged_combine": "combine",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,5 +256,3 @@ def _step(case: Case) -> tuple[np.ndarray, np.ndarray]:
     scales = [case.scales] if spec.has_kv_scales else []
     output, pages = operation(*map(jnp.asarray, arrays), metadata, shape.first_page, *map(jnp.asarray, scales))
     return np.asarray(output), np.asarray(pages)
-
-

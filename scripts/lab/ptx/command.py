@@ -14,7 +14,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m scripts.lab ptx", description=summary)
     p.add_argument("--target", required=True, choices=GPUS, help="the chip that the kernels are compiled for")
-    p.add_argument("--form", choices=("decode", "prefill", "combine"), help="one kernel under all schedules (default: all)")
+    p.add_argument("--form", choices=("decode", "prefill", "combine"), help="under all schedules (default: all)")
     p.add_argument("--shape", action="append", help="a step of cases.SHAPES; may be given again (default: all)")
     p.add_argument("--seeds", type=int, default=10, help="schedules: late and early copies, then random ones")
     return p
@@ -38,5 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         began = time.monotonic()
         found = cases.run(cases.SHAPES[name], args.target, cases.schedules(args.seeds), forms)
         failed |= bool(str(found))
-        print(f"{name}: {'nothing found' if not str(found) else ''} ({time.monotonic() - began:.0f} s)\n{found}", flush=True)
+        print(
+            f"{name}: {'nothing found' if not str(found) else ''} ({time.monotonic() - began:.0f} s)\n{found}",
+            flush=True,
+        )
     return int(failed)

@@ -93,7 +93,11 @@ def meet(w: Warp, name: int, threads: int, *, waits: bool) -> None:
 
     complete()
     if waits:
-        w.wait(complete, f"barrier {name} ({len(here.arrived)} warps have arrived)", lambda: w.join(here.clock, here.fenced))
+        w.wait(
+            complete,
+            f"barrier {name} ({len(here.arrived)} warps have arrived)",
+            lambda: w.join(here.clock, here.fenced),
+        )
 
 
 def reconvergence(kernel: Kernel) -> dict[int, int]:
@@ -109,7 +113,9 @@ def reconvergence(kernel: Kernel) -> dict[int, int]:
     following: list[list[int]] = []
     for stop in ends:
         last = code[stop - 1]
-        found = [number[stop]] if stop < len(code) and not (last.parts[0] in ("bra", *_ENDS) and not last.predicate) else []
+        found = (
+            [number[stop]] if stop < len(code) and not (last.parts[0] in ("bra", *_ENDS) and not last.predicate) else []
+        )
         if last.parts[0] == "bra":
             (label,) = last.operands
             assert isinstance(label, Label)
@@ -136,5 +142,3 @@ def reconvergence(kernel: Kernel) -> dict[int, int]:
             nearest = [j for j in range(len(starts)) if strict >> j & 1 and after[j] == strict]
             meets[stop - 1] = starts[nearest[0]] if nearest else -1
     return meets
-
-

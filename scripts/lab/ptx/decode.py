@@ -60,9 +60,7 @@ def op(
     """Registers what decodes opcodes that begin with one of these names. The longest name counts."""
 
     def register(make: Callable[[Instruction, Decoder], Execute]) -> Callable[[Instruction, Decoder], Execute]:
-        family = Family(
-            make=make, writes=writes, accumulates=accumulates, checks=checks, touches_owned=touches_owned
-        )
+        family = Family(make=make, writes=writes, accumulates=accumulates, checks=checks, touches_owned=touches_owned)
         FAMILIES.update(dict.fromkeys(names, family))
         return make
 

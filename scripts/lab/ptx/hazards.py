@@ -91,16 +91,12 @@ class Shadow:
         self._check_reads(warp, offsets, warp.clock)
         self._stamp_write(warp, offsets, warp.component, int(warp.clock[warp.component]))
 
-    def read_async(
-        self, warp: Warp, offsets: np.ndarray, component: int, time: int, *, proxy: str = "async"
-    ) -> None:
+    def read_async(self, warp: Warp, offsets: np.ndarray, component: int, time: int, *, proxy: str = "async") -> None:
         """Work that the warp starts now reads bytes, at the latest when `component` reaches `time`."""
         self._check_writes(warp, offsets, self._seen(warp, proxy), "starts to read")
         self._stamp_read(warp, offsets, component, time)
 
-    def write_async(
-        self, warp: Warp, offsets: np.ndarray, component: int, time: int, *, proxy: str = "async"
-    ) -> None:
+    def write_async(self, warp: Warp, offsets: np.ndarray, component: int, time: int, *, proxy: str = "async") -> None:
         """Work that the warp starts now writes bytes, at the latest when `component` reaches `time`."""
         seen = self._seen(warp, proxy)
         self._check_writes(warp, offsets, seen, "starts to write")
@@ -135,9 +131,7 @@ class Shadow:
                 byte = int(offsets[early][0])
                 self._report(warp, byte, component, int(lines[byte]), does, "read", seen)
 
-    def _report(
-        self, warp: Warp, byte: int, component: int, line: int, does: str, done: str, seen: np.ndarray
-    ) -> None:
+    def _report(self, warp: Warp, byte: int, component: int, line: int, does: str, done: str, seen: np.ndarray) -> None:
         other = self.clocks.names[component]
         is_warp = other.startswith("warp ")
         if is_warp and seen is not warp.clock and warp.clock[component] > seen[component]:

@@ -116,9 +116,7 @@ def executed(target: GpuTarget, gpu: device.Gpu, execute: Callable[[KernelCall],
         yield
 
 
-def compile_kernel(
-    target: GpuTarget, call: Callable[..., Any], arrays: list[np.ndarray], refs: list[int]
-) -> Compiled:
+def compile_kernel(target: GpuTarget, call: Callable[..., Any], arrays: list[np.ndarray], refs: list[int]) -> Compiled:
     """Compiles a kernel alone. A process must compile for one target only.
 
     Args:
@@ -143,5 +141,3 @@ def compile_kernel(
     ptx, _, program_of_host = said.partition(_HOST_BEGINS)
     assert len(aliases) == 1, aliases
     return Compiled(kernel=parse(ptx), ptx=ptx, host_program=program_of_host, aliases=aliases[0])
-
-

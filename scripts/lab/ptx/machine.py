@@ -1,4 +1,4 @@
-"""Runs a kernel: blocks one after another, warps of 32 lanes that take turns, asynchronous work that lands some time."""
+"""Runs a kernel: blocks one after another, warps of 32 lanes that take turns, and asynchronous work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.lab.ptx import access, alu, copy, mbarrier, memory, tensor, tma, warp, wgmma  # noqa: F401, they register
+from scripts.lab.ptx import access, alu, copy, mbarrier, memory, shuffles, tensor, tma, wgmma  # noqa: F401, they register
 from scripts.lab.ptx.control import reconvergence
 from scripts.lab.ptx.decode import DTYPES, FULL, Decoder, Execute, family_of, uses
 from scripts.lab.ptx.hazards import MAX_COMPONENTS, Clocks, Hazard, Shadow
@@ -39,7 +39,9 @@ class Launch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
-    arguments: list[Any]  # in the order of the kernel's parameters: arrays, numbers, tensor maps by their offsets in one
+    arguments: list[
+        Any
+    ]  # in the order of the kernel's parameters: arrays, numbers, tensor maps by their offsets in one
     cluster: tuple[int, int, int] = (1, 1, 1)
 
 
@@ -74,7 +76,9 @@ class Program:
         decoder = Decoder(kernel, symbols)
         self.meets = reconvergence(kernel)
         self.code = [self._decoded(ins, decoder) for ins in kernel.instructions]
-        self.rows = {bank: [r.row for r in kernel.registers if r.bank == bank] for bank in ("pred", "b16", "b32", "b64")}
+        self.rows = {
+            bank: [r.row for r in kernel.registers if r.bank == bank] for bank in ("pred", "b16", "b32", "b64")
+        }
 
     def parameter(self, name: str) -> bytes:
         """The bytes of a parameter."""
@@ -131,7 +135,7 @@ class Warp:
         self.clock[self.component] = 1
         self.rng = block.rng
         self.defined = [0] * views.count
-        self.owned: dict[int, tuple[str, bool]] = {}  # rows of asynchronous products: by whom, and whether reads are right
+        self.owned: dict[int, tuple[str, bool]] = {}  # rows of products: whose, and whether they may be read
         self.unfenced: set[int] | None = None  # rows that were written after a wgmma.fence; None: there was none
         self.threads = index * 32 + np.arange(32)
         self.stack = [[0, FULL, -1]]  # pc, lanes, where they meet the others
@@ -316,27 +320,21 @@ class Block:
         launch = self.program.launch
         base, _, axis = name.removeprefix("%").partition(".")
         i = "xyz".find(axis) if axis else 0
-        match base:
-            case "tid":
-                x, y, _ = launch.block
-                return (threads % x, threads // x % y, threads // (x * y))[i]
-            case "ntid" | "nctaid" | "ctaid":
-                sizes = {"ntid": launch.block, "nctaid": launch.grid, "ctaid": self.place}[base]
-                return np.full(32, sizes[i])
-            case "laneid":
-                return threads % 32
-            case "warpid":
-                return threads // 32
-            case "cluster_ctaid" | "cluster_ctarank" | "clusterid" if launch.cluster == (1, 1, 1):
-                return np.full(32, 0 if base != "clusterid" else self.place[i])
+        if base == "tid":
+            x, y, _ = launch.block
+            return (threads % x, threads // x % y, threads // (x * y))[i]
+        if base in ("ntid", "nctaid", "ctaid"):
+            return np.full(32, {"ntid": launch.block, "nctaid": launch.grid, "ctaid": self.place}[base][i])
+        if base == "laneid":
+            return threads % 32
+        if base.startswith("cluster_cta") and launch.cluster == (1, 1, 1):
+            return np.zeros(32, int)
         raise NotImplementedError(f"special register {name}")
 
     def report(self, warp: Warp, kind: str, message: str, lanes: tuple[int, ...]) -> None:
         """Keeps the first hazard of each kind and instruction."""
         ins = warp.now.ins
-        self.machine.hazards.setdefault(
-            (kind, ins.index), Hazard(kind, message, ins, self.place, warp.index, lanes)
-        )
+        self.machine.hazards.setdefault((kind, ins.index), Hazard(kind, message, ins, self.place, warp.index, lanes))
 
     def launch(self, work: Work) -> None:
         """Starts asynchronous work."""

@@ -144,23 +144,14 @@ def arrive(ins: Instruction, d: Decoder) -> Execute:
     return run
 
 
-@op("mbarrier.expect_tx", writes=0)
-def expect(ins: Instruction, d: Decoder) -> Execute:
-    """Every lane adds bytes to those that the phase waits for."""
-    address, number = d.address(ins.operands[0]), d.source(ins.operands[1], "u32")
-
-    def run(w: Warp) -> None:
-        for lane in np.flatnonzero(w.mask):
-            if here := found_at(w, shared_address(w, int(address(w)[lane]))):
-                here.add_bytes(w, int(number(w)[lane]))
-
-    return run
-
-
-@op("mbarrier.try_wait.parity", "mbarrier.test_wait.parity")
+@op("mbarrier.try_wait.parity")
 def wait(ins: Instruction, d: Decoder) -> Execute:
     """Waits for the end of the phase with this parity: the current one, or the one before, which has ended."""
-    put, address, parity = d.target(ins.operands[0], "pred"), d.address(ins.operands[1]), d.source(ins.operands[2], "u32")
+    put, address, parity = (
+        d.target(ins.operands[0], "pred"),
+        d.address(ins.operands[1]),
+        d.source(ins.operands[2], "u32"),
+    )
 
     def run(w: Warp) -> None:
         places, wanted = address(w)[w.mask], parity(w)[w.mask]
@@ -204,13 +195,6 @@ def fence(ins: Instruction, d: Decoder) -> Execute:
         np.maximum(w.fenced, w.clock, out=w.fenced)
 
     return run
-
-
-@op("fence.acq_rel", "fence.sc", "membar", writes=0)
-def memory_fence(ins: Instruction, d: Decoder) -> Execute:
-    """Orders the warp's own accesses. It is no release: the clocks have no fences that synchronise by values."""
-    del ins, d
-    return lambda w: None
 
 
 @op("setmaxnreg", writes=0)

@@ -78,11 +78,7 @@ class Memory:
         width = size * count
         found = np.full((32, width), POISON, np.uint8)
         for array, lanes, offsets in self.places(warp, addresses, width, space, "reads"):
-            defined = array.defined[offsets]
-            if not defined.all():
-                bad = lanes[~defined.all(1)]
-                first = int(offsets[~defined.all(1)][0, 0])
-                warp.report("unwritten memory", f"reads {array.name} at byte {first:#x}, which nobody wrote", bad)
+            self.check_defined(warp, array, offsets, lanes)
             if array.shadow is not None:
                 array.shadow.read(warp, offsets)
             elif array.writers is not None:
@@ -90,9 +86,17 @@ class Memory:
             found[lanes] = array.data[offsets]
         return found
 
-    def store(self, warp: Warp, addresses: np.ndarray, values: np.ndarray, space: str, count: int = 1) -> None:
-        """Writes u8[32, bytes]: `count` elements of a vector."""
-        del count
+    @staticmethod
+    def check_defined(warp: Warp, array: Array, offsets: np.ndarray, lanes: np.ndarray | None = None) -> None:
+        """Bytes that are read must have been written. `lanes`: those of the rows of `offsets`."""
+        unwritten = ~array.defined[offsets]
+        if unwritten.any():
+            bad = () if lanes is None else lanes[unwritten.any(1)]
+            where = f"reads {array.name} at byte {int(offsets[unwritten][0]):#x}, which nobody wrote"
+            warp.report("unwritten memory", where, bad)
+
+    def store(self, warp: Warp, addresses: np.ndarray, values: np.ndarray, space: str) -> None:
+        """Writes u8[32, bytes]."""
         for array, lanes, offsets in self.places(warp, addresses, values.shape[1], space, "writes"):
             self.write(warp, array, offsets, values[lanes])
 
@@ -146,7 +150,7 @@ class Memory:
         lanes = ALL_LANES if warp.bits == FULL else np.flatnonzero(warp.mask)
         mine = addresses if lanes is ALL_LANES else addresses[lanes]
         if space == "shared":
-            return self._in_array(warp, self.shared, lanes, mine.astype(np.int64) - SHARED_BASE, width, does)
+            return self.in_array(warp, self.shared, lanes, mine.astype(np.int64) - SHARED_BASE, width, does)
         windows = (mine >> _WINDOW).astype(np.int64)
         first = int(windows[0])
         chosen = [first] if (windows == first).all() else np.unique(windows).tolist()
@@ -162,12 +166,13 @@ class Memory:
                 warp.report("out of bounds", where, lanes[here])
                 continue
             offsets = (mine[here] & _WHOLE).astype(np.int64) - start
-            found += self._in_array(warp, array, lanes[here], offsets, width, does)
+            found += self.in_array(warp, array, lanes[here], offsets, width, does)
         return found
 
-    def _in_array(
+    def in_array(
         self, warp: Warp, array: Array, lanes: np.ndarray, starts: np.ndarray, width: int, does: str
     ) -> list[tuple[Array, np.ndarray, np.ndarray]]:
+        """As `places`, for offsets in one array."""
         outside = (starts < 0) | (starts > array.size - width)
         if outside.any():
             # An offset below the array wraps around its window.

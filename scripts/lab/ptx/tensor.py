@@ -1,7 +1,7 @@
 """Matrices in the registers of a warp: ldmatrix, stmatrix, and the products of mma.sync.
 
-Fragments as in the PTX ISA, "Matrix Fragments for mma.m16n8k16": lane 4 * g + t has two neighbouring values of row g, at
-columns 2 * t. Products are exact, and summed in float32 in an order of the machine's choice.
+Fragments as in the PTX ISA, "Matrix Fragments for mma.m16n8k16": lane 4 * g + t has two neighbouring values of row g,
+from column 2 * t. Products are exact, and summed in float32 in an order of the machine's choice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from scripts.lab.ptx.decode import Decoder, Execute, op
 from scripts.lab.ptx.isa import Instruction
-from scripts.lab.ptx.memory import BYTES, SHARED_BASE
+from scripts.lab.ptx.memory import SHARED_BASE
 
 if TYPE_CHECKING:
     from scripts.lab.ptx.machine import Warp
@@ -24,17 +24,9 @@ _MATRICES = {"x1": 1, "x2": 2, "x4": 4}
 def _rows(w: Warp, addresses: np.ndarray, count: int, does: str) -> np.ndarray | None:
     """The offsets in shared memory of `count` matrices' rows, [count * 8, 16]; None if some may not be accessed."""
     w.expect(0xFFFFFFFF)
-    starts = addresses[: 8 * count].astype(np.int64) - SHARED_BASE
-    shared = w.block.shared
-    outside = (starts < 0) | (starts > shared.size - _ROW)
-    if outside.any():
-        message = f"{does} shared memory ({shared.size} bytes) at byte {int(starts[outside][0])}"
-        w.report("out of bounds", message, np.flatnonzero(outside))
-        return None
-    if (starts % _ROW).any():
-        w.report("misaligned", f"{does} a row at byte {int(starts[starts % _ROW != 0][0]):#x}", np.flatnonzero(starts % _ROW))
-        return None
-    return starts[:, None] + BYTES[:_ROW]
+    lanes, starts = np.arange(8 * count), addresses[: 8 * count].astype(np.int64) - SHARED_BASE
+    found = w.block.memory.in_array(w, w.block.shared, lanes, starts, _ROW, does)
+    return found[0][2] if found and len(found[0][1]) == len(lanes) else None
 
 
 def _matrices(ins: Instruction) -> tuple[int, bool]:
@@ -54,10 +46,7 @@ def load(ins: Instruction, d: Decoder) -> Execute:
         if offsets is None:
             return
         shared = w.block.shared
-        if not shared.defined[offsets].all():
-            bad = ~shared.defined[offsets].all(1)
-            where = f"reads shared memory at byte {int(offsets[bad][0, 0]):#x}, which nobody wrote"
-            w.report("unwritten memory", where, np.flatnonzero(bad))
+        w.block.memory.check_defined(w, shared, offsets, np.arange(8 * count))
         assert shared.shadow is not None
         shared.shadow.read(w, offsets)
         values = shared.data[offsets].view(np.uint16).reshape(count, 8, 8)
@@ -116,5 +105,3 @@ def multiply(ins: Instruction, d: Decoder) -> Execute:
             put(w, values)
 
     return run
-
-

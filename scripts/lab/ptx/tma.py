@@ -1,7 +1,8 @@
-"""Tensor maps, and the copies by TMA between global and shared memory (PTX ISA, "Tensor Copy" and "Swizzling Modes")."""
+"""Tensor maps, and copies by TMA between global and shared memory (PTX ISA, "Tensor Copy", "Swizzling Modes")."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from scripts.lab.ptx.decode import Decoder, Execute, Get, op
 from scripts.lab.ptx.isa import Coordinates, Instruction
 from scripts.lab.ptx.mbarrier import found_at, shared_address
 from scripts.lab.ptx.memory import SHARED_BASE, Array
-from scripts.lab.ptx.work import Work
+from scripts.lab.ptx.work import Groups, Work
 
 if TYPE_CHECKING:
     from scripts.lab.ptx.machine import Warp
@@ -150,12 +151,16 @@ def copy(ins: Instruction, d: Decoder) -> Execute:
     """A box between global and shared memory, for each lane of the mask."""
     if any(part.startswith(("im2col", "tile::", "multicast", "cta_group")) for part in ins.parts):
         raise NotImplementedError(ins.opcode)
-    if ins.parts[5].startswith("shared"):
-        return _load(ins, d)
-    return _store(ins, d)
+    one = (_load if ins.parts[5].startswith("shared") else _store)(ins, d)
+
+    def run(w: Warp) -> None:
+        for lane in np.flatnonzero(w.mask):
+            one(w, int(lane))
+
+    return run
 
 
-def _load(ins: Instruction, d: Decoder) -> Execute:
+def _load(ins: Instruction, d: Decoder) -> Callable[[Warp, int], None]:
     place, barrier = d.address(ins.operands[0]), d.address(ins.operands[2])
     source, coordinates = _operands(ins, d, 1)
 
@@ -168,8 +173,7 @@ def _load(ins: Instruction, d: Decoder) -> Execute:
         if offsets is None or here is None:
             return
         froms, inside = tensor.offsets(first)
-        if not tensor.array.defined[froms[inside]].all():
-            w.report("unwritten memory", f"copies bytes of {tensor.array.name} that nobody wrote")
+        w.block.memory.check_defined(w, tensor.array, froms[inside])
         shared, time = w.block.shared, here.phases + 1
         assert shared.shadow is not None
         shared.shadow.write_async(w, offsets, here.component, time)
@@ -178,37 +182,19 @@ def _load(ins: Instruction, d: Decoder) -> Execute:
         def land() -> None:
             if here.phases >= time:
                 w.now = w.program.code[ins.index]
-                w.report("copy after its phase", f"a box of {tensor.bytes} bytes lands after the phase has ended: {here}")
+                w.report(
+                    "copy after its phase", f"a box of {tensor.bytes} bytes lands after the phase has ended: {here}"
+                )
             shared.data[offsets] = np.where(inside, tensor.array.data[froms], 0)
             here.add_bytes(w, -tensor.bytes)
 
         what = f"a box of {tensor.array.name} at {first.tolist()}"
         w.block.launch(Work(ins, what, land, component=here.component, time=time))
 
-    def run(w: Warp) -> None:
-        for lane in np.flatnonzero(w.mask):
-            one(w, int(lane))
-
-    return run
+    return one
 
 
-@dataclass
-class BulkGroups:
-    """The groups of copies into global memory of a warp's elected thread, counted from 1."""
-
-    component: int
-    committed: int = 0
-
-    @classmethod
-    def of(cls, w: Warp) -> BulkGroups:
-        """Those of a warp."""
-        key = ("bulk", w.index)
-        if key not in w.block.state:
-            w.block.state[key] = cls(w.block.clocks.component(f"the bulk groups of warp {w.index}"))
-        return w.block.state[key]
-
-
-def _store(ins: Instruction, d: Decoder) -> Execute:
+def _store(ins: Instruction, d: Decoder) -> Callable[[Warp, int], None]:
     place = d.address(ins.operands[1])
     target, coordinates = _operands(ins, d, 0)
 
@@ -218,10 +204,9 @@ def _store(ins: Instruction, d: Decoder) -> Execute:
         offsets = _box(w, ins, tensor, shared_address(w, int(place(w)[lane])), first, "writes")
         if offsets is None:
             return
-        groups, shared = BulkGroups.of(w), w.block.shared
+        groups, shared = Groups.of(w, "cp.async.bulk"), w.block.shared
         to, inside = tensor.offsets(first)
-        if not shared.defined[offsets[inside]].all():
-            w.report("unwritten memory", "copies bytes of shared memory that nobody wrote")
+        w.block.memory.check_defined(w, shared, offsets[inside])
         assert shared.shadow is not None
         shared.shadow.read_async(w, offsets, groups.component, groups.committed + 1)
         w.block.memory.claim(w, tensor.array, to[inside], shared.data[offsets[inside]])
@@ -233,34 +218,4 @@ def _store(ins: Instruction, d: Decoder) -> Execute:
         what = f"a box of {tensor.array.name} at {first.tolist()}"
         w.block.launch(Work(ins, what, land, component=groups.component, time=groups.committed + 1))
 
-    def run(w: Warp) -> None:
-        for lane in np.flatnonzero(w.mask):
-            one(w, int(lane))
-
-    return run
-
-
-@op("cp.async.bulk.commit_group", writes=0)
-def commit(ins: Instruction, d: Decoder) -> Execute:
-    """Closes a group."""
-    del ins, d
-
-    def run(w: Warp) -> None:
-        BulkGroups.of(w).committed += 1
-
-    return run
-
-
-@op("cp.async.bulk.wait_group", writes=0)
-def wait(ins: Instruction, d: Decoder) -> Execute:
-    """Waits until all groups but the last ones have read shared memory. That they have written, too, only matters to
-    other kernels, which begin after all copies have ended."""
-    left = d.source(ins.operands[0], "u32")
-
-    def run(w: Warp) -> None:
-        groups = BulkGroups.of(w)
-        reached = max(groups.committed - int(left(w)[w.mask][0]), 0)
-        w.block.force(lambda work: work.component == groups.component and work.time <= reached)
-        w.observe(groups.component, reached)
-
-    return run
+    return one

@@ -18,7 +18,7 @@ from scripts.lab.ptx.decode import Decoder, Execute, op, registers_of
 from scripts.lab.ptx.isa import Immediate, Instruction, Vector
 from scripts.lab.ptx.memory import SHARED_BASE
 from scripts.lab.ptx.tma import swizzled
-from scripts.lab.ptx.work import Work
+from scripts.lab.ptx.work import Groups, Work
 
 if TYPE_CHECKING:
     from scripts.lab.ptx.machine import Warp
@@ -67,23 +67,6 @@ def places(bits: int, first: int, count: int, transposed: bool) -> np.ndarray:
     return at[:, :, None] + np.arange(2) - SHARED_BASE
 
 
-@dataclass
-class Groups:
-    """The groups of products of a warp, counted from 1."""
-
-    component: int
-    committed: int = 0
-    waited: int = 0
-
-    @classmethod
-    def of(cls, w: Warp) -> Groups:
-        """Those of a warp."""
-        key = ("wgmma", w.index)
-        if key not in w.block.state:
-            w.block.state[key] = cls(w.block.clocks.component(f"the products of warp {w.index}"))
-        return w.block.state[key]
-
-
 @op("wgmma.fence", writes=0)
 def fence(ins: Instruction, d: Decoder) -> Execute:
     """Registers that were written before may be used by products after it."""
@@ -94,40 +77,6 @@ def fence(ins: Instruction, d: Decoder) -> Execute:
         w.unfenced = set()
 
     return run
-
-
-@op("wgmma.commit_group", writes=0)
-def commit(ins: Instruction, d: Decoder) -> Execute:
-    """Closes a group."""
-    del ins, d
-
-    def run(w: Warp) -> None:
-        w.expect(ALL)
-        Groups.of(w).committed += 1
-
-    return run
-
-
-@op("wgmma.wait_group", writes=0)
-def wait(ins: Instruction, d: Decoder) -> Execute:
-    """Waits until all groups but the last ones have landed."""
-    left = d.source(ins.operands[0], "u32")
-
-    def run(w: Warp) -> None:
-        w.expect(ALL)
-        groups = Groups.of(w)
-        reached = max(groups.committed - int(left(w)[0]), groups.waited)
-        w.block.force(lambda work: work.component == groups.component and work.time <= reached)
-        w.observe(groups.component, reached)
-        for group in range(groups.waited + 1, reached + 1):
-            w.release(_owner(group))
-        groups.waited = reached
-
-    return run
-
-
-def _owner(group: int) -> str:
-    return f"the products of group {group}"
 
 
 @op("wgmma.mma_async.sync.aligned", accumulates=True, touches_owned=True)
@@ -161,9 +110,7 @@ def multiply(ins: Instruction, d: Decoder) -> Execute:
         if at.min() < 0 or at.max() >= shared.size:
             w.report("out of bounds", f"{found} reaches beyond shared memory")
             return None
-        if not shared.defined[at].all():
-            byte = int(at[~shared.defined[at]][0])
-            w.report("unwritten memory", f"{found} has byte {byte:#x} of shared memory, which nobody wrote")
+        w.block.memory.check_defined(w, shared, at)
         assert shared.shadow is not None
         shared.shadow.read_async(w, at.reshape(-1), groups.component, groups.committed + 1)
         return at
@@ -182,7 +129,7 @@ def multiply(ins: Instruction, d: Decoder) -> Execute:
     def run(w: Warp) -> None:
         w.expect(ALL)
         check_registers(w)
-        groups = Groups.of(w)
+        groups = Groups.of(w, "wgmma")
         b_at = checked(w, groups, descriptors[0], 0, columns, transposed_right)
         a_at = None
         if not from_registers:
@@ -190,9 +137,9 @@ def multiply(ins: Instruction, d: Decoder) -> Execute:
         if b_at is None or (a_at is None and not from_registers):
             return
         time, adds = groups.committed + 1, bool(accumulates(w)[0])
-        w.own(sums, _owner(time), reads_allowed=False)
+        w.own(sums, groups.owner, reads_allowed=False)
         if from_registers:
-            w.own(fragments, _owner(time), reads_allowed=True)
+            w.own(fragments, groups.owner, reads_allowed=True)
         w.unfenced = (w.unfenced or set()).difference(sums)
 
         def land() -> None:

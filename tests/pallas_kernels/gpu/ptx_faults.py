@@ -74,7 +74,9 @@ WITH_CP_ASYNC = {
     ),
     "no barrier": Planted(shape="decode", expected=r"race: line \d+ \(online_softmax.py", edit=without(BEFORE_SUMS)),
     "no wait": Planted(
-        shape="decode", expected="under way.*ldmatrix.*\n.*cp.async of warp", edit=without(r"^\s*cp\.async\.wait_group.*;$")
+        shape="decode",
+        expected="under way.*ldmatrix.*\n.*cp.async of warp",
+        edit=without(r"^\s*cp\.async\.wait_group.*;$"),
     ),
 }
 FAULTS = {"a100": WITH_CP_ASYNC}

@@ -1,4 +1,4 @@
-"""What the lanes of a warp do together: shuffles, votes, elections."""
+"""What the lanes of a warp do together: shuffles and elections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LANES = np.arange(32)
 def shuffle(ins: Instruction, d: Decoder) -> Execute:
     """Each lane reads another's register. PTX ISA, "shfl.sync"."""
     mode, target = ins.parts[2], ins.operands[0]
-    if isinstance(target, Vector):
+    if isinstance(target, Vector) or mode not in ("idx", "bfly"):
         raise NotImplementedError(ins.text)
     put, a, members = d.target(target, "b32"), d.source(ins.operands[1], "b32"), d.source(ins.operands[4], "u32")
     b, c = (d.source(operand, "u32") for operand in ins.operands[2:4])
@@ -32,11 +32,8 @@ def shuffle(ins: Instruction, d: Decoder) -> Execute:
         if mode == "idx":
             source = first | (by & 31 & ~segment)
             valid = source <= last
-        elif mode == "up":
-            source = LANES - (by & 31)
-            valid = source >= last
         else:
-            source = LANES + (by & 31) if mode == "down" else LANES ^ (by & 31)
+            source = LANES ^ (by & 31)
             valid = source <= last
         source = np.where(valid, source, LANES)
         if not w.mask[source[w.mask]].all():
@@ -46,7 +43,7 @@ def shuffle(ins: Instruction, d: Decoder) -> Execute:
     return run
 
 
-@op("elect.sync", checks=True)
+@op("elect.sync")
 def elect(ins: Instruction, d: Decoder) -> Execute:
     """The lowest lane of the mask is elected."""
     (leader, chosen), members = ins.operands[0].parts, d.source(ins.operands[1], "u32")  # type: ignore[union-attr]
@@ -57,32 +54,6 @@ def elect(ins: Instruction, d: Decoder) -> Execute:
         w.expect(mask)
         first = (mask & -mask).bit_length() - 1
         put_leader(w, np.full(32, first, np.uint32))
-        put_chosen(w, LANES == first)
+        put_chosen(w, first == LANES)
 
     return run
-
-
-@op("vote.sync")
-def vote(ins: Instruction, d: Decoder) -> Execute:
-    """Whether a predicate holds in all lanes of the mask, in any, or in which."""
-    mode = ins.parts[2]
-    put = d.target(ins.operands[0], "b32" if mode == "ballot" else "pred")
-    p, members = d.source(ins.operands[1], "pred"), d.source(ins.operands[2], "u32")
-
-    def run(w: Warp) -> None:
-        w.expect(int(members(w)[w.mask][0]))
-        here = p(w) & w.mask
-        if mode == "ballot":
-            value = int.from_bytes(np.packbits(here, bitorder="little").tobytes(), "little")
-            put(w, np.full(32, value, np.uint32))
-        else:
-            put(w, np.full(32, here.any() if mode == "any" else here[w.mask].all()))
-
-    return run
-
-
-@op("bar.warp.sync", writes=0)
-def meet_lanes(ins: Instruction, d: Decoder) -> Execute:
-    """The lanes of the mask meet."""
-    members = d.source(ins.operands[0], "u32")
-    return lambda w: w.expect(int(members(w)[w.mask][0]))
