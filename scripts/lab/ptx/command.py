@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         p.error(f"--shape {sorted(unknown)[0]!r}: there are {', '.join(map(repr, cases.SHAPES))}")
     if args.seeds < 1:
         p.error("--seeds must be at least 1")
-    forms = [args.form] if args.form else list(cases.FORMS.values())
+    forms = [args.form] if args.form else cases.FORMS
     failed = False
     for name in args.shape or cases.SHAPES:
         began = time.monotonic()

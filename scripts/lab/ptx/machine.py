@@ -407,7 +407,7 @@ class Machine:
         self.rng = np.random.default_rng(schedule.seed)
         self.hazards: dict[tuple[str, int], Hazard] = {}
         self.landed: list[Work] = []
-        self.made_nan: dict[Instruction, None] = {}  # products with NaN in their right operand only
+        self.made_nan: dict[Instruction, None] = {}  # products of NaN with weights that are all 0
 
     def run(self) -> list[Hazard]:
         """The hazards; the arrays have the results."""

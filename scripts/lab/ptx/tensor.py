@@ -97,7 +97,8 @@ def multiply(ins: Instruction, d: Decoder) -> Execute:
         w.expect(0xFFFFFFFF)
         left = widened(w, a).reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4).reshape(16, 16)
         right = widened(w, b).reshape(2, 8, 4, 2).transpose(0, 2, 3, 1).reshape(16, 8)
-        if np.isnan(right).any() and not np.isnan(left).any():
+        unknown = np.isnan(right).any(1)
+        if unknown.any() and not left[:, unknown].any():
             w.block.machine.made_nan[ins] = None
         product = (left @ right).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32)
         sums = [get(w) + part for get, part in zip(c, product, strict=True)]
