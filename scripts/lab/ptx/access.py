@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from scripts.lab.ptx.decode import BITS, DTYPES, Decoder, Execute, op
-from scripts.lab.ptx.isa import Address, Instruction, Symbol
-
-if TYPE_CHECKING:
-    from scripts.lab.ptx.machine import Warp
+from scripts.lab.ptx.isa import Address, Instruction, Symbol, Warp
 
 _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
 

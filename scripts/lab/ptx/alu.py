@@ -7,15 +7,12 @@ Instructions"): 2^-22 of the result for ex2.approx.ftz, 2^-22 for lg2.approx.ftz
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from scripts.lab.ptx.decode import BITS, DTYPES, Decoder, Execute, op
-from scripts.lab.ptx.isa import Immediate, Instruction, Register, Vector
-
-if TYPE_CHECKING:
-    from scripts.lab.ptx.machine import Warp
+from scripts.lab.ptx.isa import Immediate, Instruction, Register, Vector, Warp
 
 _WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 _EX2_ERROR, _DIV_ERROR = 2.0**-22, 2.0**-23
@@ -63,7 +60,7 @@ for _names, _of in {
 @op("add.f32x2", "mul.f32x2", "fma.rn.f32x2")
 def packed(ins: Instruction, d: Decoder) -> Execute:
     """Two float32 in a register of 64 bits."""
-    of = {"add": np.add, "mul": np.multiply, "fma": _fused}[ins.parts[0]]
+    of: Callable[..., np.ndarray] = {"add": np.add, "mul": np.multiply, "fma": _fused}[ins.parts[0]]
     put = d.target(ins.operands[0], "b64")
     gets = [d.source(operand, "b64") for operand in ins.operands[1:]]
 

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import jax.numpy as jnp
@@ -26,7 +27,6 @@ from scripts.lab.ptx.hazards import Hazard
 from scripts.lab.ptx.launch import KernelCall, executed
 from scripts.lab.ptx.parse import parse
 
-MULTIPROCESSORS = 2  # few, so that a block takes several items
 SHORTEST_PART = 64  # keys of a decode: short rows are cut, too
 SHOWN = 12  # hazards of a report
 TOLERANCE = 0.03  # bfloat16 in, float32 inside, weights rounded to bfloat16
@@ -46,6 +46,7 @@ class Shape:
     padding_rows: int = 0
     spec_decode: bool = False
     first_page: int = 0
+    multiprocessors: int = 2  # few, so that a block takes several items
     parts: Parts | None = None  # how prefill's rows are cut, instead of the chip's own way
 
     @property
@@ -200,7 +201,7 @@ def run(
         edit: changes the PTX of each kernel.
     """
     target, ways = gpu_target(target_name), list(ways)
-    gpu = device.Gpu(arch=target.chip.arch, num_multiprocessors=MULTIPROCESSORS)
+    gpu = device.Gpu(arch=target.chip.arch, num_multiprocessors=shape.multiprocessors)
     case = Case(shape, gpu.arch)
     hazards: dict[tuple[str, str, int], tuple[str, Hazard]] = {}
     wrong: list[str] = []
@@ -249,7 +250,7 @@ def _step(case: Case) -> tuple[np.ndarray, np.ndarray]:
     metadata = attention.make_metadata(
         case.batch, spec, num_tokens=case.num_tokens, decode_only=shape.decode_only, spec_decode=shape.spec_decode
     )
-    operation = partial(attention.append_and_attend, spec=spec, interpret=False)
+    operation: Any = partial(attention.append_and_attend, spec=spec, interpret=False)
     arrays = [case.queries, *case.step, case.pages(with_step=False)]
     if spec.has_kv_scales:
         operation = quantised.with_scales(operation, spec.kv_dtype)

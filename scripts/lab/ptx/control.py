@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scripts.lab.ptx.decode import Decoder, Execute, op
-from scripts.lab.ptx.isa import Instruction, Kernel, Label
-
-if TYPE_CHECKING:
-    from scripts.lab.ptx.machine import Warp
+from scripts.lab.ptx.isa import Instruction, Kernel, Label, Warp
 
 _ENDS = ("ret", "exit", "trap")
 

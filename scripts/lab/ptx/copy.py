@@ -6,16 +6,11 @@ barrier, too (PTX ISA, "Data Movement and Conversion Instructions: Asynchronous 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from scripts.lab.ptx.decode import Decoder, Execute, op
-from scripts.lab.ptx.isa import Immediate, Instruction
+from scripts.lab.ptx.isa import Immediate, Instruction, Warp
 from scripts.lab.ptx.work import Groups, Work
-
-if TYPE_CHECKING:
-    from scripts.lab.ptx.machine import Warp
 
 
 @op("cp.async.cg.shared.global", "cp.async.ca.shared.global", writes=0)

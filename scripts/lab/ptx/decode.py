@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -21,10 +20,8 @@ from scripts.lab.ptx.isa import (
     Special,
     Symbol,
     Vector,
+    Warp,
 )
-
-if TYPE_CHECKING:
-    from scripts.lab.ptx.machine import Warp
 
 type Execute = Callable[[Warp], None]
 type Get = Callable[[Warp], np.ndarray]

@@ -11,14 +11,10 @@ The async proxy sees what threads did through the generic proxy only after a pro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scripts.lab.ptx.isa import Instruction
-
-if TYPE_CHECKING:
-    from scripts.lab.ptx.machine import Warp
+from scripts.lab.ptx.isa import Instruction, Warp
 
 MAX_COMPONENTS = 128
 

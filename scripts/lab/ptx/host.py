@@ -143,7 +143,7 @@ class _Host:
             places = [pointers.target[at] for at in sorted(pointers.target)]
             self.launched = Call(
                 grid=tuple(sizes[:3]),
-                cluster=tuple(n or 1 for n in sizes[3:6]),
+                cluster=(sizes[3] or 1, sizes[4] or 1, sizes[5] or 1),
                 block=tuple(sizes[6:]),
                 shared_bytes=shared,
                 arguments=[self._argument(place) for place in places],

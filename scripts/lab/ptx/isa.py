@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
+
+type Warp = Any  # machine.Warp and machine.Block: the machine imports the families of instructions, and they not it
+type Block = Any
 
 
 @dataclass(frozen=True)

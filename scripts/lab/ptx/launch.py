@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.gpu import decode, device
+from pallas_kernels.gpu import combine, decode, device, prefill_hopper, prefill_mma
 from pallas_kernels.gpu.prefill_body import PrefillOperands
 from scripts.lab.accounts import gpu_report
 from scripts.lab.accounts.targets import GpuTarget
@@ -112,7 +112,10 @@ def executed(target: GpuTarget, gpu: device.Gpu, execute: Callable[[KernelCall],
 
         return run
 
-    with mock.patch.object(plgpu, "kernel", kernel), mock.patch.object(device, "current", return_value=gpu):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(device, "current", return_value=gpu))
+        for module in (decode, prefill_mma, prefill_hopper, combine):  # a test may have given each its own plgpu
+            patches.enter_context(mock.patch.object(module.plgpu, "kernel", kernel))
         yield
 
 

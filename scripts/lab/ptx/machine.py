@@ -140,7 +140,7 @@ class Warp:
         self.threads = index * 32 + np.arange(32)
         self.stack = [[0, FULL, -1]]  # pc, lanes, where they meet the others
         self.done = False
-        self.waiting: tuple[Callable[[], bool], str, Callable[[], None] | None] | None = None
+        self.waiting: tuple[Callable[[], bool], object, Callable[[], None] | None] | None = None
         self.now = block.program.code[0]
         self.bits, self.mask = FULL, np.ones(32, bool)
         self._active_bits, self._active = FULL, np.ones(32, bool)
@@ -161,7 +161,7 @@ class Warp:
         """The values of a special register."""
         return self.block.special(name, self.threads)
 
-    def wait(self, condition: Callable[[], bool], description: str, then: Callable[[], None] | None = None) -> None:
+    def wait(self, condition: Callable[[], bool], description: object, then: Callable[[], None] | None = None) -> None:
         """The warp goes on after this instruction once the condition holds; `then` is called first."""
         self.waiting = condition, description, then
 

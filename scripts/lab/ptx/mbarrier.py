@@ -7,16 +7,12 @@ at the number of the phase that is current when the copy starts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scripts.lab.ptx.decode import Decoder, Execute, op
-from scripts.lab.ptx.isa import Immediate, Instruction
+from scripts.lab.ptx.isa import Block, Immediate, Instruction, Warp
 from scripts.lab.ptx.memory import BYTES, SHARED_BASE
-
-if TYPE_CHECKING:
-    from scripts.lab.ptx.machine import Block, Warp
 
 _SIZE = 8
 MOST_BYTES = (1 << 20) - 1  # of the tx-count

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from scripts.lab.ptx.hazards import Shadow
-
-if TYPE_CHECKING:
-    from scripts.lab.ptx.machine import Warp
+from scripts.lab.ptx.isa import Warp
 
 WINDOW_BITS = 40
 SHARED_WINDOW = 0x7F  # of generic addresses

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from scripts.lab.ptx.decode import Decoder, Execute, op
-from scripts.lab.ptx.isa import Instruction, Vector
-
-if TYPE_CHECKING:
-    from scripts.lab.ptx.machine import Warp
+from scripts.lab.ptx.isa import Instruction, Vector, Warp
 
 LANES = np.arange(32)
 
@@ -54,6 +49,6 @@ def elect(ins: Instruction, d: Decoder) -> Execute:
         w.expect(mask)
         first = (mask & -mask).bit_length() - 1
         put_leader(w, np.full(32, first, np.uint32))
-        put_chosen(w, first == LANES)
+        put_chosen(w, np.equal(LANES, first))
 
     return run

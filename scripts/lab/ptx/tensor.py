@@ -6,16 +6,11 @@ from column 2 * t. Products are exact, and summed in float32 in an order of the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from scripts.lab.ptx.decode import Decoder, Execute, op
-from scripts.lab.ptx.isa import Instruction
+from scripts.lab.ptx.isa import Instruction, Warp
 from scripts.lab.ptx.memory import SHARED_BASE
-
-if TYPE_CHECKING:
-    from scripts.lab.ptx.machine import Warp
 
 _ROW = 16  # bytes of a row of 8 values
 _MATRICES = {"x1": 1, "x2": 2, "x4": 4}

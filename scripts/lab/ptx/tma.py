@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scripts.lab.ptx.decode import Decoder, Execute, Get, op
-from scripts.lab.ptx.isa import Coordinates, Instruction
+from scripts.lab.ptx.isa import Coordinates, Instruction, Warp
 from scripts.lab.ptx.mbarrier import found_at, shared_address
 from scripts.lab.ptx.memory import SHARED_BASE, Array
 from scripts.lab.ptx.work import Groups, Work
-
-if TYPE_CHECKING:
-    from scripts.lab.ptx.machine import Warp
 
 # The numbers of Mosaic's runtime; 4-bit and smaller elements are not used.
 ELEMENT_BYTES = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 9: 4, 10: 8}

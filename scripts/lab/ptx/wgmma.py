@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 
 from scripts.lab.ptx.decode import Decoder, Execute, op, registers_of
-from scripts.lab.ptx.isa import Immediate, Instruction, Vector
+from scripts.lab.ptx.isa import Immediate, Instruction, Vector, Warp
 from scripts.lab.ptx.memory import SHARED_BASE
 from scripts.lab.ptx.tma import swizzled
 from scripts.lab.ptx.work import Groups, Work
-
-if TYPE_CHECKING:
-    from scripts.lab.ptx.machine import Warp
 
 _SWIZZLES = (16, 128, 64, 32)  # bytes, by the descriptor's mode; 16: none
 _KINDS = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}

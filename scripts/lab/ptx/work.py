@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from scripts.lab.ptx.decode import Decoder, Execute, op
-from scripts.lab.ptx.isa import Instruction
-
-if TYPE_CHECKING:
-    from scripts.lab.ptx.machine import Warp
+from scripts.lab.ptx.isa import Instruction, Warp
 
 
 @dataclass(eq=False)

@@ -21,12 +21,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import attention, matmul, tile_list
 from scripts.lab.ptx import cases
-from scripts.lab.ptx.cases import SHAPES
+from scripts.lab.ptx.cases import SHAPES, Shape
+from tests.pallas_kernels.gpu import faults
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    shape: str
+    shape: str | Shape  # its name among the steps of the laboratory
     expected: str  # is in the report; empty: nothing is reported
     patches: dict[tuple[Any, str], Any] = field(default_factory=dict)
     edit: Callable[[str], str] = str  # of the PTX
@@ -81,14 +82,40 @@ WITH_CP_ASYNC = {
         edit=without(r"^\s*cp\.async\.wait_group.*;$"),
     ),
 }
-FAULTS = {"a100": WITH_CP_ASYNC}
+
+
+def of_the_interpreter(fault: faults.Fault) -> Planted:
+    """A fault that interpret mode finds, on the chip that it is of."""
+    spec = fault.spec
+    shape = Shape(
+        rows=tuple((row.query_len, row.kv_len) for row in fault.rows),
+        heads=(spec.num_query_heads, spec.num_kv_heads, spec.head_dim),
+        page_size=spec.page_size,
+        kv_dtype=str(jnp.dtype(spec.kv_dtype)),
+        multiprocessors=fault.gpu.num_multiprocessors,
+        parts=fault.parts,
+    )
+    return Planted(shape=shape, expected="." if fault.patches else "", patches=fault.patches)
+
+
+def interpreted(arch: tuple[int, int]) -> dict[str, Planted]:
+    known = faults.NO_FAULT | faults.FAULTS | faults.MAY_HANG
+    return {name: of_the_interpreter(fault) for name, fault in known.items() if fault.gpu.arch == arch}
+
+
+FAULTS = {
+    "a100": WITH_CP_ASYNC | interpreted((8, 0)),
+    "h100": interpreted((9, 0)),
+    "b200": interpreted((10, 0)),
+}
 
 
 def findings(target: str, planted: Planted) -> str:
     with contextlib.ExitStack() as patches:
         for (owner, name), new in planted.patches.items():
             patches.enter_context(mock.patch.object(owner, name, new))
-        return str(cases.run(SHAPES[planted.shape], target, cases.schedules(3), edit=planted.edit))
+        shape = planted.shape if isinstance(planted.shape, Shape) else SHAPES[planted.shape]
+        return str(cases.run(shape, target, cases.schedules(3), edit=planted.edit))
 
 
 if __name__ == "__main__":
