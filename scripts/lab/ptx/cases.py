@@ -232,10 +232,8 @@ def run(
     if not error <= TOLERANCE:
         wrong.append(f"the output is off by {error:g}")
     if not np.isfinite(output.astype(np.float32)).all():
-        products = ", ".join(of_nan) or "none"
-        wrong.append(
-            f"the output is not finite; products of weights of 0 with NaN, which no mask has cleared: {products}"
-        )
+        why = f": products of weights 0 with NaN, not masked: {', '.join(of_nan)}" if of_nan else ""
+        wrong.append(f"the output is not finite{why}")
     if pages.tobytes() != case.pages(with_step=True).tobytes():
         wrong.append("the pages are wrong")
     return Findings(hazards=tuple(hazards.values()), wrong=tuple(wrong))

@@ -67,7 +67,7 @@ WITH_CP_ASYNC = {
     "none, a padding tile": Planted(shape="a padding tile", expected=""),
     "one mask for a pair": Planted(
         shape="decode",
-        expected=r"weights of 0 with NaN, .*: paged_decode line \d+",
+        expected=r"weights 0 with NaN, not masked: paged_decode line \d+",
         patches={(matmul, "rows_before"): rows_of_pairs},
     ),
     "a padding tile's row": Planted(
