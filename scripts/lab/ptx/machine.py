@@ -16,7 +16,7 @@ from scripts.lab.ptx.control import reconvergence
 from scripts.lab.ptx.decode import DTYPES, FULL, Decoder, Execute, family_of, uses
 from scripts.lab.ptx.hazards import MAX_COMPONENTS, Clocks, Hazard, Shadow
 from scripts.lab.ptx.isa import Instruction, Kernel, Parameter
-from scripts.lab.ptx.memory import SHARED_BASE, WINDOW_BITS, Array, Memory
+from scripts.lab.ptx.memory import MIDDLE, SHARED_BASE, WINDOW_BITS, Array, Memory
 from scripts.lab.ptx.work import Work
 
 LONGEST_TURN = 40  # instructions that a warp executes before another's turn, at most
@@ -402,7 +402,7 @@ class Machine:
         behind_maps = [each.array for x in arguments if isinstance(x, Array) and x.meta for each in x.meta.values()]
         self.arrays = list({id(a): a for a in [*arguments, *behind_maps] if isinstance(a, Array)}.values())
         for window, array in enumerate(self.arrays, start=1):
-            array.base, array.writers = window << WINDOW_BITS, None
+            array.base, array.writers = (window << WINDOW_BITS) + MIDDLE, None
         self.program, self.schedule = Program(launch, arguments), schedule
         self.rng = np.random.default_rng(schedule.seed)
         self.hazards: dict[tuple[str, int], Hazard] = {}

@@ -1,4 +1,4 @@
-"""Arrays in the address spaces of a block. Every address says which array it is in: arrays are 2^40 bytes apart."""
+"""Arrays in the address spaces of a block. An address says which array it is in: each has a window of 2^40 bytes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ WINDOW_BITS = 40
 SHARED_WINDOW = 0x7F  # of generic addresses
 SHARED_BASE = 1024  # where shared memory begins in its own space: the driver has the first KiB
 POISON = 0xFF  # bytes of NaN in every floating-point format, and -1 or the largest index otherwise
-_WHOLE = np.uint64((1 << WINDOW_BITS) - 1)
 _WINDOW = np.uint64(WINDOW_BITS)
+MIDDLE = 1 << (WINDOW_BITS - 1)  # of a window, where its array begins: a negative offset does not leave it
 
 
 class Array:
@@ -156,14 +156,14 @@ class Memory:
         for window in chosen:
             here = slice(None) if len(chosen) == 1 else windows == window
             array = self.windows.get(window)
-            start = 0
             if window == SHARED_WINDOW and space == "generic":
-                array, start = self.shared, SHARED_BASE
+                array = self.shared
             if array is None:
                 where = f"{does} at {int(mine[here][0]):#x}, which is in no array of the kernel's arguments"
                 warp.report("out of bounds", where, lanes[here])
                 continue
-            offsets = (mine[here] & _WHOLE).astype(np.int64) - start
+            base = self.shared_generic if array is self.shared else array.base
+            offsets = mine[here].astype(np.int64) - base
             found += self.in_array(warp, array, lanes[here], offsets, width, does)
         return found
 
@@ -173,9 +173,7 @@ class Memory:
         """As `places`, for offsets in one array."""
         outside = (starts < 0) | (starts > array.size - width)
         if outside.any():
-            # An offset below the array wraps around its window.
             offset = int(starts[outside][0])
-            offset -= (1 << WINDOW_BITS) if offset >= 1 << (WINDOW_BITS - 1) else 0
             shape = f"{array.dtype}{list(array.shape)}, {array.size} bytes"
             warp.report("out of bounds", f"{does} {array.name} ({shape}) at byte {offset}", lanes[outside])
             lanes, starts = lanes[~outside], starts[~outside]
