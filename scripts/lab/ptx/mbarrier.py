@@ -25,8 +25,10 @@ class Mbarrier:
     address: int
     count: int  # arrivals of a phase
     component: int
+    initialised_by: int  # a warp
     clock: np.ndarray  # of those that have arrived, and of their fences
     fenced: np.ndarray
+    is_fenced: bool = False  # whether copies see its initialisation
     pending: int = 0  # arrivals
     bytes: int = 0  # expected and not copied yet
     phases: int = 0  # completed
@@ -85,10 +87,9 @@ def found_at(w: Warp, address: int, *, by_copy: bool = False) -> Mbarrier | None
         return None
     offsets, shadow = address - SHARED_BASE + BYTES[:_SIZE], w.block.shared.shadow
     assert shadow is not None
-    if by_copy:
-        shadow.read_async(w, offsets, here.component, here.phases + 1)
-    else:
-        shadow.read(w, offsets)
+    shadow.read(w, offsets)
+    if by_copy and not here.is_fenced:
+        w.report("proxy", f"warp {here.initialised_by} has executed no fence after its mbarrier.init of {here}")
     return here
 
 
@@ -111,7 +112,7 @@ def init(ins: Instruction, d: Decoder) -> Execute:
             w.report("mbarrier", f"initialises {barriers_of(w.block)[place]} again")
         component = w.block.clocks.component(f"the mbarrier at {place:#x}")
         clocks = np.zeros_like(w.clock), np.zeros_like(w.clock)
-        barriers_of(w.block)[place] = Mbarrier(place, threads, component, *clocks, pending=threads)
+        barriers_of(w.block)[place] = Mbarrier(place, threads, component, w.index, *clocks, pending=threads)
 
     return run
 
@@ -184,11 +185,16 @@ class _Wait:
 
 @op("fence.proxy.async", "fence.mbarrier_init", writes=0)
 def fence(ins: Instruction, d: Decoder) -> Execute:
-    """What the warp has done and seen through the generic proxy is visible to the async proxy, and the reverse."""
-    del ins, d
+    """What the warp has done and seen through the generic proxy is visible to the async proxy, and the reverse; or only
+    its new mbarriers."""
+    del d
+    whole = "proxy" in ins.parts
 
     def run(w: Warp) -> None:
-        np.maximum(w.fenced, w.clock, out=w.fenced)
+        if whole:
+            np.maximum(w.fenced, w.clock, out=w.fenced)
+        for barrier in barriers_of(w.block).values():
+            barrier.is_fenced |= barrier.initialised_by == w.index
 
     return run
 

@@ -11,7 +11,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -22,15 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu import attention, matmul, tile_list
 from scripts.lab.ptx import cases
 from scripts.lab.ptx.cases import SHAPES, Shape
-from tests.pallas_kernels.gpu import faults
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planted:
-    shape: str | Shape  # its name among the steps of the laboratory
-    expected: str  # is in the report; empty: nothing is reported
-    patches: dict[tuple[Any, str], Any] = field(default_factory=dict)
-    edit: Callable[[str], str] = str  # of the PTX
+from tests.pallas_kernels.gpu import faults, ptx_faults_hopper
+from tests.pallas_kernels.gpu.planted import Planted
 
 
 def without(pattern: str) -> Callable[[str], str]:
@@ -106,7 +98,7 @@ def interpreted(arch: tuple[int, int]) -> dict[str, Planted]:
 
 FAULTS = {
     "a100": WITH_CP_ASYNC | interpreted((8, 0)),
-    "h100": interpreted((9, 0)),
+    "h100": ptx_faults_hopper.FAULTS | interpreted((9, 0)),
     "b200": interpreted((10, 0)),
 }
 

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
-
 from pallas_kernels.gpu import online_softmax, prefill_hopper
-from scripts.lab.ptx.cases import Shape
 from scripts.lab.ptx.tma import TensorMap
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planted:
-    shape: str | Shape  # its name among the steps of the laboratory
-    expected: str  # is in the report; empty: nothing is reported
-    patches: dict[tuple[Any, str], Any] = field(default_factory=dict)
-    edit: Callable[[str], str] = str  # of the PTX
+from tests.pallas_kernels.gpu.planted import Planted
 
 
 def changed(pattern: str, new: str, count: int = 0) -> Callable[[str], str]:
@@ -83,9 +72,13 @@ FAULTS = {
     "one wgmma.fence, at the beginning": Planted(
         shape="prefill",
         expected=r"missing wgmma\.fence: line \d+ \(matmul\.py.*\n.*%r\d+, .* were written after the last wgmma\.fence",
-        edit=lambda ptx: changed(r"^\s*wgmma\.fence[^;]*;", "//")(ptx).replace(
-            "\tmov.u32 \t%r1, %tid.x;", "\tmov.u32 \t%r1, %tid.x;\n\twgmma.fence.sync.aligned;"
-        ) if "paged_prefill" in ptx else ptx,
+        edit=lambda ptx: (
+            changed(r"^\s*wgmma\.fence[^;]*;", "//")(ptx).replace(
+                "\tmov.u32 \t%r1, %tid.x;", "\tmov.u32 \t%r1, %tid.x;\n\twgmma.fence.sync.aligned;"
+            )
+            if "paged_prefill" in ptx
+            else ptx
+        ),
     ),
     "a wait for the wrong group": Planted(
         shape="several tiles",
