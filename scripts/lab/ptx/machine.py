@@ -379,7 +379,10 @@ class Block:
 
     def _deadlock(self) -> None:
         stuck = [warp for warp in self.warps if not warp.done]
-        reasons = "; ".join(f"warp {warp.index} waits for {warp.waiting[1]}" for warp in stuck if warp.waiting)
+        waits: dict[str, list[str]] = {}
+        for warp in stuck:
+            waits.setdefault(str(warp.waiting[1]) if warp.waiting else "nothing", []).append(str(warp.index))
+        reasons = "; ".join(f"warp {', '.join(warps)} waits for {what}" for what, warps in waits.items())
         stuck[0].report("deadlock", f"no warp can go on: {reasons}")
 
     def _end(self) -> None:

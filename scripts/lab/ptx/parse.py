@@ -27,7 +27,7 @@ _ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\)(.*?)\n\{\n", re.DOTALL)
 _PARAMETER = re.compile(r"\.param\s+(?:\.align (\d+)\s+)?\.(\w+)(?:\s+\.ptr\s+(?:\.align \d+)?)?\s+(\w+)(?:\[(\d+)\])?")
 _SHARED = re.compile(r"\.shared\s+(?:\.align (\d+)\s+)?\.\w(\d+)\s+(\w+)(?:\[(\d*)\])?$")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)$", re.DOTALL)
-_LOCATION = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
+_LOCATION = re.compile(r"\.loc\s+(\d+)\s+([1-9]\d*)")
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]+)"', re.MULTILINE)
 _INSTRUCTION = re.compile(r"(?:@(!?)(\S+)\s+)?([a-z]\S*)\s*(.*)$", re.DOTALL)
 _TOKEN = re.compile(r"\s*(0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0x[0-9a-fA-F]+|-?\d+|[%$\w.]+|[][{},|+!])U?")
@@ -45,7 +45,6 @@ class _Scope:
 
     number: int
     names: dict[str, Register] = field(default_factory=dict)
-    labels: set[str] = field(default_factory=set)
 
 
 def parse(ptx: str) -> Kernel:
@@ -127,8 +126,8 @@ class _Reader:
         elif text == "}":
             self.scopes.pop()
         elif text.endswith(":"):
-            self.labels[self._label(text[:-1], declared=True)] = len(self.instructions)
-        elif location := _LOCATION.match(text):
+            self.labels[self._label(text[:-1])] = len(self.instructions)
+        elif location := _LOCATION.match(text):  # not line 0, which is the compiler's own
             self.source = f"{self.files.get(location[1], '')}:{location[2]}"
         elif registers := _REGISTERS.match(text):
             self._declare(*registers.groups())
@@ -148,12 +147,9 @@ class _Reader:
                 self.registers.append(Register(shown, bank, len(self.registers)))
                 scope.names[each] = self.registers[-1]
 
-    def _label(self, name: str, *, declared: bool = False) -> str:
-        scope = self.scopes[-1]
-        if declared and scope.number:
-            scope.labels.add(name)
-        # Inline assembly jumps within itself, also ahead.
-        return f"{name}@{scope.number}" if scope.number and not name.startswith("$L") else name
+    def _label(self, name: str) -> str:
+        number = self.scopes[-1].number
+        return f"{name}@{number}" if number and not name.startswith("$L") else name
 
     def _instruction(self, line: int, text: str) -> None:
         match = _INSTRUCTION.match(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,9 @@ from scripts.lab.accounts.compile_gpu_layer import StepShape, lower_layer
 from scripts.lab.accounts.sass import early_uses, read_loops
 from scripts.lab.accounts.specs import MODELS, make_spec
 from scripts.lab.accounts.targets import gpu_target
+from scripts.lab.ptx import machine  # noqa: F401, its families of instructions
+from scripts.lab.ptx.decode import Decoder, family_of
+from scripts.lab.ptx.parse import parse
 from tests.pallas_kernels.gpu import proxy_fences
 from tests.pallas_kernels.gpu.offsets import page_products
 from tests.pallas_kernels.gpu.pair_masks import pairs_under_one_mask
@@ -131,12 +135,25 @@ def count(kernel: gpu_report.Kernel, page_elements: int) -> dict[str, Any]:
         "unfenced": proxy_fences.unfenced_accesses(kernel.ptx),
         "page_products": page_products(kernel.ptx, page_elements),
         "pairs_under_one_mask": pairs_under_one_mask(kernel.ptx),
+        "not_executable": not_executable(kernel.ptx),
         "stores_of_16_bytes": len(re.findall(r"\bst(?:\.global)?\.v4\.b32\b", kernel.ptx)),
     }
     if kernel.name == "paged_prefill" and kernel.sass:
         figures["loops"] = [vars(loop) for loop in read_loops(kernel.sass)]
         figures["early_uses"] = early_uses(kernel.sass)
     return figures
+
+
+def not_executable(ptx: str) -> list[str]:
+    """The instructions that `scripts.lab.ptx` cannot execute."""
+    kernel, found = parse(ptx), set()
+    decoder = Decoder(kernel, defaultdict(int))
+    for ins in kernel.instructions:
+        try:
+            family_of(ins.opcode).make(ins, decoder)
+        except NotImplementedError:
+            found.add(ins.text)
+    return sorted(found)
 
 
 if __name__ == "__main__":

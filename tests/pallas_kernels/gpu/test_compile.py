@@ -67,6 +67,7 @@ def test_compiles_without_spills_in_place_and_within_the_chip(target: str) -> No
             has_tma = GPUS[target].arch >= (9, 0)
             assert kernel["proxy_fences"] == (fences[kernel["name"]] if has_tma else 0), kernel
             assert kernel["unfenced"] == [], kernel
+            assert kernel["not_executable"] == [], kernel
             # A pool of serving size has offsets that do not fit 32 bits. TMA takes the page as a coordinate.
             assert (kernel["page_products"] == []) == (has_tma or kernel["name"] == "paged_combine"), kernel
             assert all(line.startswith("mul.wide.") for line in kernel["page_products"]), kernel
