@@ -74,6 +74,7 @@ def test_compiles_without_spills_in_place_and_within_the_chip(target: str) -> No
             if kernel["name"] == "paged_prefill" and result["case"] in FEW:
                 least = MIN_OVERLAPPED[result["head_dim"]]
                 assert [loop["overlapped"] >= least for loop in kernel["loops"]] == [True, True], kernel
+            if kernel["name"] == "paged_prefill":
                 assert kernel["early_uses"] == [], kernel
             if kernel["name"] in ("paged_decode", "paged_prefill_mma"):  # they clear V in the operand of a product
                 pairs, under_one_mask = kernel["pairs_under_one_mask"]
