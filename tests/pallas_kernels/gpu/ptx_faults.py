@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import attention, matmul, tile_list
+from pallas_kernels.gpu import append, attention, matmul, tile_list
 from scripts.lab.ptx import cases
 from scripts.lab.ptx.cases import SHAPES, Shape
 from tests.pallas_kernels.gpu import faults, ptx_faults_hopper
@@ -54,6 +54,11 @@ def rows_behind_the_table(kv_lens: Any, *args: Any, **options: Any) -> Any:
     return tile_list.TileList(tiles=tiles, num_tiles=work.num_tiles, merges=work.merges, num_merges=work.num_merges)
 
 
+def append_padding_to_page_0(kv_pages: Any, keys: Any, values: Any, pages: Any, slots: Any) -> Any:
+    return whole_append(kv_pages, keys, values, jnp.where(pages < kv_pages.shape[0], pages, 0), slots)
+
+
+whole_append = append.append
 WITH_CP_ASYNC = {
     "none, decode": Planted(shape="decode", expected=""),
     "none, a padding tile": Planted(shape="a padding tile", expected=""),
@@ -66,6 +71,11 @@ WITH_CP_ASYNC = {
         shape="a padding tile",
         expected="out of bounds.*ld.global.*page_table",
         patches={(attention, "prefill_tiles"): rows_behind_the_table},
+    ),
+    "a padding token appended": Planted(
+        shape="a padding tile",
+        expected="the pages are wrong",
+        patches={(append, "append"): append_padding_to_page_0},
     ),
     "no barrier": Planted(shape="decode", expected=r"race: line \d+ \(online_softmax.py", edit=without(BEFORE_SUMS)),
     "no wait": Planted(
