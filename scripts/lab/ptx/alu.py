@@ -60,7 +60,8 @@ for _names, _of in {
 @op("add.f32x2", "mul.f32x2", "fma.rn.f32x2")
 def packed(ins: Instruction, d: Decoder) -> Execute:
     """Two float32 in a register of 64 bits."""
-    of: Callable[..., np.ndarray] = {"add": np.add, "mul": np.multiply, "fma": _fused}[ins.parts[0]]
+    functions: dict[str, Callable[..., np.ndarray]] = {"add": np.add, "mul": np.multiply, "fma": _fused}
+    of = functions[ins.parts[0]]
     put = d.target(ins.operands[0], "b64")
     gets = [d.source(operand, "b64") for operand in ins.operands[1:]]
 
