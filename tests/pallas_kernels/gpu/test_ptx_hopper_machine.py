@@ -136,6 +136,7 @@ def test_products_of_swizzled_operands(way):
     {
         "no wait": (LOAD + READ, r"under way: .*ld\.shared.*\n.*written by the mbarrier at 0x\w+"),
         "bytes": (LOAD.replace("%BYTES", "8192") + WAIT + READ, r"deadlock: .*kernel\.py:7.*\n.* 4096 expected bytes"),
+        "bytes of one box": (LOAD.replace("%BYTES", "2048") + WAIT + READ, "copy after its phase: .*bulk"),
         "arrivals": (LOAD.replace("[%r3], 1;", "[%r3], 2;") + WAIT + READ, r"deadlock: .*\n.*1 of 2 arrivals"),
         "no fence of the mbarrier": (
             LOAD.replace("fence.mbarrier_init.release.cluster;", "") + WAIT + READ, r"proxy: .*\n.*no fence after its"
