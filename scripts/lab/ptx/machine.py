@@ -135,7 +135,7 @@ class Warp:
         self.clock[self.component] = 1
         self.rng = block.rng
         self.defined = [0] * views.count
-        self.owned: dict[int, tuple[str, bool]] = {}  # rows of products: whose, and whether they may be read
+        self.owned: dict[int, tuple[str, bool]] = {}  # rows of products: whose, and whether it writes them
         self.unfenced: set[int] | None = None  # rows that were written after a wgmma.fence; None: there was none
         self.threads = index * 32 + np.arange(32)
         self.stack = [[0, FULL, -1]]  # pc, lanes, where they meet the others
@@ -189,9 +189,9 @@ class Warp:
         """After a release: later accesses are not part of it."""
         self.clock[self.component] += 1
 
-    def own(self, rows: Iterable[int], owner: str, *, reads_allowed: bool) -> None:
-        """Registers belong to asynchronous work."""
-        self.owned.update(dict.fromkeys(rows, (owner, reads_allowed)))
+    def own(self, rows: Iterable[int], owner: str, *, are_written: bool) -> None:
+        """Registers belong to asynchronous work, which reads or writes them."""
+        self.owned.update(dict.fromkeys(rows, (owner, are_written)))
 
     def release(self, owner: str) -> None:
         """The work of this name has ended."""
@@ -287,10 +287,8 @@ class Warp:
 
     def _check_owned(self, now: Decoded) -> None:
         for row in {*now.reads, *now.writes} & self.owned.keys():
-            owner, reads_allowed = self.owned[row]
             does = "writes" if row in now.writes else "reads"
-            if does == "writes" or not reads_allowed:
-                self.report("register under way", f"{does} {self._name(row)}, which belongs to {owner}")
+            self.report("register under way", f"{does} {self._name(row)}, which belongs to {self.owned[row][0]}")
 
     def _name(self, row: int) -> str:
         return self.program.kernel.registers[row].name

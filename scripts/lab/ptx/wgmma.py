@@ -1,8 +1,8 @@
 """Products of a warpgroup: wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions").
 
 Each warp computes its 16 rows. A product reads shared memory and registers, and writes its accumulators, when it lands.
-Until a wait for its group has ended, its registers belong to it. Products are exact, and summed in float32 in an order
-of the machine's choice.
+Until a wait for its group has ended, no other instruction may even read its registers, those of A included (the same,
+"wgmma.wait_group"). Products are exact, and summed in float32 in an order of the machine's choice.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def multiply(ins: Instruction, d: Decoder) -> Execute:
     transposed_left, transposed_right = (0, numbers[2]) if from_registers else numbers[2:4]
     if numbers[:2] != [1, 1] or len(registers_of([result])) != columns // 2:
         raise NotImplementedError(ins.text)
-    sums, fragments = ([r.row for r in registers_of([x])] for x in (result, left))
+    sums = [r.row for r in registers_of([result])]
+    fragments = [r.row for r in registers_of([left])] if from_registers else []
     accumulates = d.source(scale, "pred")
     descriptors = [d.source(x, "u64") for x in ([right] if from_registers else [right, left])]
 
@@ -115,12 +116,14 @@ def multiply(ins: Instruction, d: Decoder) -> Execute:
         name = w.program.kernel.registers
         if w.unfenced is None:
             w.report("missing wgmma.fence", "no wgmma.fence is before the first product")
-        elif changed := w.unfenced.intersection(sums + (fragments if from_registers else [])):
+        elif changed := w.unfenced.intersection(sums + fragments):
             names = ", ".join(name[row].name for row in sorted(changed)[:4])
             w.report("missing wgmma.fence", f"{names} were written after the last wgmma.fence")
-        for row in fragments if from_registers else []:
-            if row in w.owned and not w.owned[row][1]:
-                w.report("register under way", f"reads {name[row].name}, which belongs to {w.owned[row][0]}")
+        # Products under way may share accumulators or fragments of A, but one's must not be the other's.
+        for does, rows in (("writes", sums), ("reads", fragments)):
+            for row in rows:
+                if row in w.owned and w.owned[row][1] != (does == "writes"):
+                    w.report("register under way", f"{does} {name[row].name}, which belongs to {w.owned[row][0]}")
 
     def run(w: Warp) -> None:
         w.expect(ALL)
@@ -133,9 +136,8 @@ def multiply(ins: Instruction, d: Decoder) -> Execute:
         if b_at is None or (a_at is None and not from_registers):
             return
         time, adds = groups.committed + 1, bool(accumulates(w)[0])
-        w.own(sums, groups.owner, reads_allowed=False)
-        if from_registers:
-            w.own(fragments, groups.owner, reads_allowed=True)
+        w.own(sums, groups.owner, are_written=True)
+        w.own(fragments, groups.owner, are_written=False)
         w.unfenced = (w.unfenced or set()).difference(sums)
 
         def land() -> None:

@@ -156,6 +156,12 @@ def test_products_of_swizzled_operands(way):
             LOAD + WAIT + MULTIPLY.replace("wgmma.wait_group.sync.aligned 0;", ""),
             r"register under way: .*st\.global.*\n.*reads %r3",
         ),
+        "a fragment that is read": (
+            LOAD + WAIT + READ
+            + MULTIPLY.replace("%rd10, %rd11, p, 1, 1, 0, 0", "{%r10,%r11,%r12,%r13}, %rd11, p, 1, 1, 0")
+            .replace("wgmma.wait_group", "mov.b32 %r14, %r10; wgmma.wait_group"),
+            r"register under way: .*mov\.b32 %r14, %r10\n.*reads %r10",
+        ),
         "a descriptor within the swizzle": (
             LOAD + WAIT + MULTIPLY.replace("%rd11, %rd10, %B", "%rd11, %rd10, 8;//"), r"misaligned: .*\n.*swizzle 128"
         ),
