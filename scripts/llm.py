@@ -81,6 +81,7 @@ from server.batches.in_process import post
 from server.engine.generation import ScoredToken
 from server.engine.scratch_folder import ScratchFolder
 from server.engine.wire import IfLoaded, LoadAdapter
+from server.http.request_error import RequestError
 from server.settings import GenerationDefaults, Settings
 from server.text.stream import decode_text
 from server.text.tokenizer import ByteLevelTokenizer
@@ -397,7 +398,10 @@ class LLM(EngineForTraining):
         ids, asked = params.get("logprob_token_ids"), params.get("logprobs")
         if not ids and asked is None:
             return None
-        tokenizer = self._thread.run(self._state.find_model(params.get("model"))).tokenizer
+        try:
+            tokenizer = self._thread.run(self._state.find_model(params.get("model"))).tokenizer
+        except RequestError as error:
+            raise RefusedError(error.status, f"model: {error}") from error
         num_top, ranked = (len(set(ids)), False) if ids else (int(asked or 0), True)
 
         def read(scored: Sequence[ScoredToken]) -> list[Logprobs]:
