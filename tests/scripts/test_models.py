@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from batcher.request import SamplingParams
 from batcher.stats import ModelState
 from model.loading.adapter import read_adapter
+from scripts.building import device
 from scripts.building.stand_in_tokenizer import write_stand_in_tokenizer
 from scripts.lab.demo.export import save_hf
 from scripts.llm import LLM, LoRARequest, RefusedError
@@ -121,6 +122,12 @@ def texts(llm: LLM, names: Sequence[str]) -> dict[str, list[list[int]]]:
         assert collected.last.result(60).finish_reason == "length", collected.last.result()
         found[name].append(collected.tokens)
     return found
+
+
+@pytest.fixture(autouse=True)
+def has_eight_devices(monkeypatch):
+    """A start would set their number, which this process cannot change any more."""
+    monkeypatch.setattr(device, "start_jax", lambda *_, **__: "cpu")
 
 
 # --- in one engine and alone ---
