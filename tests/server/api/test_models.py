@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from batcher.stats import EngineStats, ModelState
+from server.api import served_model
 from server.api.state import ServerState
 from server.app import create_state
 from server.engine import wire
@@ -168,7 +169,14 @@ def test_the_list_of_models_has_those_that_are_loaded_with_their_state(folder):
     assert shown == {"base": running, "alias": running, "pirate": ("disk", 32, None)}
     assert models["pirate"]["root"] == str(folder / "pirate")
     assert call(state, "GET", "/v1/models/pirate").json()["root"] == "pirate"
+    figures = state.metrics.render().decode()
+    for place, count in (("disk", 1), ("running", 1), ("host", 0)):
+        assert f'pallas_serve:models{{engine="0",model_name="base",state="{place}"}} {count}.0' in figures
+    assert "models_brought_total" in figures
+    page = call(state, "GET", "/ui/state").json()
+    assert page["models"] == {"base": "running", "pirate": "disk"}
     alone = state_of(folder, StubClient(DONE))
+    assert "models_brought_total" not in alone.metrics.render().decode()
     assert all("state" not in model for model in call(alone, "GET", "/v1/models").json()["data"])
 
 
@@ -234,6 +242,14 @@ def test_models_with_the_same_tokenizer_share_its_vocabulary(folder):
     assert (first.name, second.name) == ("twin", "pirate")
     assert first.tokenizer._backend is second.tokenizer._backend is not state.model.tokenizer._backend
     assert first.chat_template is not second.chat_template
+
+
+def test_the_files_of_few_models_are_kept(folder, monkeypatch):
+    monkeypatch.setattr(served_model, "MOST_KEPT", 1)
+    state = state_of(folder)
+    answers = post_all(state, CHAT, [HELLO | {"model": name} for name in ("pirate", "twin", "pirate", "merged")])
+    assert [sent.model for sent in state.engine.submitted] == [7, 9, 7, 13], answers
+    assert [loaded.name for loaded in state.models._read] == ["pirate"]
 
 
 def test_a_model_that_is_loaded_again_is_read_again(folder, tmp_path):
