@@ -8,15 +8,22 @@
 #include "panels.h"
 #include "rounding.h"
 
-enum { QUADS = INT8 + 1 };  // a kind of products: int8 on both sides
+// More kinds of products: int8 on both sides, and bfloat16 that is widened to float32 before it is multiplied.
+enum { QUADS = INT8 + 1, WIDENED };
 
 // Rows whose sums are in registers at once. Each is multiplied with the same weights.
-#define MAX_ROWS ((VECTOR_REGISTERS == 32 ? 24 : 8) / GROUPS)
-// Many rows are multiplied a block at a time, with a part of a panel at a time: both stay in a core's second cache.
-#define ROWS_OF_BLOCK (8 * MAX_ROWS)
-#define DEPTH_OF_BLOCK 512
+#define MAX_ROWS ((VECTOR_REGISTERS == 32 ? 24 : 12) / GROUPS)
+// The other registers hold a row of weights. Where there are few of them, they hold the rows' inputs.
+#define HOLDS_INPUTS (VECTOR_REGISTERS == 16)
+// Many rows are multiplied a block at a time, with a part of a panel at a time, which stays in a core's second cache.
+// Short vectors read it for few rows at once: it stays in the first one.
+#define ROWS_OF_BLOCK 96
+#define DEPTH_OF_BLOCK (LANES == 16 ? 512 : 128)
+// From so many rows on, a panel of bfloat16 is widened once, where few rows are multiplied at a time.
+#define ROWS_TO_WIDEN (HOLDS_INPUTS ? 16 : INT64_MAX)
 // Rows of inputs that are a multiple of 4 KiB long push each other out of a core's first cache. A copy of them has gaps.
 #define GAP 16  // words
+#define CACHE_WAY 4096
 #define ROWS_OF_COPY 16
 
 typedef struct {
@@ -30,7 +37,32 @@ typedef struct {
   int64_t rows, depth, stride, panels, rows_of_part, panels_of_part;
 } Product;
 
-INLINE int64_t row_size_of(const int kind) { return PANEL * (kind == INT8 ? 1 : sizeof(word)); }
+INLINE int64_t row_size_of(const int kind) {
+  return PANEL * (kind == INT8 ? 1 : kind == WIDENED ? sizeof(uint16_t) : sizeof(word));
+}
+
+// Widening takes registers, too.
+INLINE int64_t rows_at_once(const int kind) { return kind == BFLOAT16 && HOLDS_INPUTS ? 8 / GROUPS : MAX_ROWS; }
+
+// What one multiplication takes of a vector of weights, and of a row's input.
+INLINE floats weights_of(const char* row, int group, int term, const int kind) {
+  if (kind == BFLOAT16) return term_of(((const words*)row)[group], term);
+  return kind == QUADS ? ((const floats*)row)[group] : load(row, group * LANES, kind);
+}
+INLINE floats input_of(word input, int term, const int kind) {
+  words copies = input - (words){0};
+  return kind == BFLOAT16 ? term_of(copies, term) : (floats)copies;
+}
+
+INLINE floats add_any(floats sums, floats input, floats weights, const int kind) {
+  if (kind == QUADS) return (floats)add_quads((words)sums, (words)weights, (words)input);
+  if (kind == BFLOAT16) return add_terms(sums, input, weights);
+#if defined(__AVX2__) && defined(__FMA__) && HOLDS_INPUTS
+  __asm__("vfmadd231ps %2, %1, %0" : "+x"(sums) : "x"(input), "x"(weights));  // GCC would move sums to other registers
+  return sums;
+#endif
+  return add_product(sums, input, weights);
+}
 
 // sums [rows, PANEL] (+)= inputs [rows, depth] times so many rows of a panel. `continues`: adds to what is in `sums`.
 INLINE void multiply_tile(const int rows, const word* inputs, int64_t stride, const char* panel, int64_t depth,
@@ -41,18 +73,14 @@ INLINE void multiply_tile(const int rows, const word* inputs, int64_t stride, co
   for (int64_t d = 0; d < depth; d++) {
     const char* row = panel + d * row_size_of(kind);
     UNROLL for (int term = 0; term < (kind == BFLOAT16 ? TERMS_OF_PAIR : 1); term++) {
-      floats weights[GROUPS];
-      UNROLL for (int g = 0; g < GROUPS; g++)
-        weights[g] = kind == BFLOAT16 ? term_of(((const words*)row)[g], term)
-                     : kind == QUADS  ? ((const floats*)row)[g]
-                                      : load(row, g * LANES, kind);
-      UNROLL for (int r = 0; r < rows; r++) {
-        words input = inputs[r * stride + d] - (words){0};
-        floats factor = kind == BFLOAT16 ? term_of(input, term) : (floats)input;
-        UNROLL for (int g = 0; g < GROUPS; g++)
-          if (kind == QUADS) own[r][g] = (floats)add_quads((words)own[r][g], (words)weights[g], input);
-          else if (kind == BFLOAT16) own[r][g] = add_terms(own[r][g], factor, weights[g]);
-          else own[r][g] = add_product(own[r][g], factor, weights[g]);
+      floats held[HOLDS_INPUTS ? MAX_ROWS : GROUPS];
+      UNROLL for (int i = 0; i < (HOLDS_INPUTS ? rows : GROUPS); i++)
+        held[i] = HOLDS_INPUTS ? input_of(inputs[i * stride + d], term, kind) : weights_of(row, i, term, kind);
+      UNROLL for (int k = 0; k < (HOLDS_INPUTS ? GROUPS : rows); k++) {
+        floats one = HOLDS_INPUTS ? weights_of(row, k, term, kind) : input_of(inputs[k * stride + d], term, kind);
+        UNROLL for (int i = 0; i < (HOLDS_INPUTS ? rows : GROUPS); i++)
+          if (HOLDS_INPUTS) own[i][k] = add_any(own[i][k], held[i], one, kind);
+          else own[k][i] = add_any(own[k][i], one, held[i], kind);
       }
     }
   }
@@ -60,10 +88,10 @@ INLINE void multiply_tile(const int rows, const word* inputs, int64_t stride, co
     *(floats*)(sums + r * PANEL + g * LANES) = own[r][g];
 }
 
-// The same for any number of rows up to MAX_ROWS.
+// The same for any number of rows up to `rows_at_once`.
 INLINE void multiply_rows(int64_t rows, const word* inputs, int64_t stride, const char* panel, int64_t depth,
                           float* sums, int continues, const int kind) {
-  WITH_ROWS(rows, MAX_ROWS, multiply_tile(R, inputs, stride, panel, depth, sums, continues, kind))
+  WITH_ROWS(rows, rows_at_once(kind), multiply_tile(R, inputs, stride, panel, depth, sums, continues, kind))
 }
 
 // LANES sums of a row, from an output on, as they are stored.
@@ -77,16 +105,27 @@ INLINE floats finished(const Product* p, floats sums, int64_t row, int64_t outpu
   return sums;
 }
 
+// So many rows of a panel of bfloat16, as float32. Not inlined: its mask would take a register from the products' sums.
+static __attribute__((noinline)) const char* widened(const char* panel, int64_t depth, floats* to) {
+  for (int64_t d = 0; d < depth; d++) UNROLL for (int g = 0; g < GROUPS; g++)
+    to[d * GROUPS + g] = term_of(((const words*)panel)[d / 2 * GROUPS + g], d % 2);
+  return (const char*)to;
+}
+
 INLINE void multiply_panel(const Product* p, int64_t panel, int64_t row, int64_t rows, const int kind) {
   float sums[ROWS_OF_BLOCK * PANEL];
+  _Alignas(64) floats wide[DEPTH_OF_BLOCK * GROUPS];
   const char* weights = p->kernel + panel * p->depth * row_size_of(kind);
-  int64_t passes = (rows + MAX_ROWS - 1) / MAX_ROWS, block = passes == 1 ? p->depth : DEPTH_OF_BLOCK;
+  int64_t passes = (rows + rows_at_once(kind) - 1) / rows_at_once(kind);
+  int64_t block = passes == 1 && kind != WIDENED ? p->depth : DEPTH_OF_BLOCK;
   for (int64_t from = 0; from < p->depth; from += block) {
     int64_t depth = p->depth - from < block ? p->depth - from : block;
+    const char* part = weights + from * row_size_of(kind);
+    if (kind == WIDENED) part = widened(part, depth, wide);
     for (int64_t pass = 0, done = 0; pass < passes; pass++) {
       int64_t count = (rows - done + passes - pass - 1) / (passes - pass);
-      multiply_rows(count, p->inputs + (row + done) * p->stride + from, p->stride, weights + from * row_size_of(kind),
-                    depth, sums + done * PANEL, from > 0, kind);
+      multiply_rows(count, p->inputs + (row + done) * p->stride + from, p->stride, part, depth, sums + done * PANEL,
+                    from > 0, kind == WIDENED ? FLOAT32 : kind);
       done += count;
     }
   }
@@ -113,6 +152,7 @@ static void multiply(const void* product, int64_t part) {
     case BFLOAT16: multiply_part(product, part, BFLOAT16); break;
     case INT8: multiply_part(product, part, INT8); break;
     case QUADS: multiply_part(product, part, QUADS); break;
+    case WIDENED: multiply_part(product, part, WIDENED); break;
   }
 }
 
@@ -136,23 +176,30 @@ INLINE Product product_of(XLA_FFI_CallFrame* frame) {
 }
 
 typedef struct {
-  const word* from;  // [rows, depth]
+  const word* from;  // [rows, depth]; to widen, [rows, depth / 2]
   word* to;          // [rows, depth + GAP]
   int64_t rows, depth;
+  int widens;
 } Copy;
 
 static void copy_rows(const void* copy, int64_t part) {
   const Copy* c = copy;
-  for (int64_t row = part * ROWS_OF_COPY; row < (part + 1) * ROWS_OF_COPY && row < c->rows; row++)
-    memcpy(c->to + row * (c->depth + GAP), c->from + row * c->depth, c->depth * sizeof(word));
+  for (int64_t row = part * ROWS_OF_COPY; row < (part + 1) * ROWS_OF_COPY && row < c->rows; row++) {
+    word* to = c->to + row * (c->depth + GAP);
+    if (!c->widens) memcpy(to, c->from + row * c->depth, c->depth * sizeof(word));
+    else
+      for (int64_t d = 0; d < c->depth; d++) to[d] = (word)((const uint16_t*)c->from)[row * c->depth + d] << 16;
+  }
 }
 
-// `gapped`: room for a copy of the inputs with gaps, if they need one; else it has no rows.
-static void multiply_all(XLA_FFI_CallFrame* frame, Product* p, const XLA_FFI_Buffer* gapped) {
-  if (gapped->dims[0]) {
-    Copy copy = {p->inputs, gapped->data, p->rows, p->depth};
+// `room`: for a copy of the inputs, with gaps and perhaps widened, if they may need one; else it has no rows.
+static void multiply_all(XLA_FFI_CallFrame* frame, Product* p, const XLA_FFI_Buffer* room) {
+  int widens = p->kind == BFLOAT16 && p->rows >= ROWS_TO_WIDEN;
+  if (widens) p->kind = WIDENED, p->depth *= 2, p->stride *= 2;
+  if (widens || (room->dims[0] && p->depth * sizeof(word) % CACHE_WAY == 0)) {
+    Copy copy = {p->inputs, room->data, p->rows, p->depth, widens};
     in_parallel(frame, (p->rows + ROWS_OF_COPY - 1) / ROWS_OF_COPY, copy_rows, &copy);
-    p->inputs = gapped->data;
+    p->inputs = room->data;
     p->stride += GAP;
   }
   int64_t panel_parts = (p->panels + p->panels_of_part - 1) / p->panels_of_part;
@@ -162,7 +209,7 @@ static void multiply_all(XLA_FFI_CallFrame* frame, Product* p, const XLA_FFI_Buf
 
 // (inputs [T, in], kernel [out / PANEL, in, PANEL], perhaps scales of its outputs f32[out]) -> (out [T, out] of float32 or
 // bfloat16, and what only this function uses: the inputs with gaps, or [0]). The inputs are of float32; with a kernel
-// [out / PANEL, in / 2, PANEL * 2] of bfloat16, they are of bfloat16.
+// [out / PANEL, in / 2, PANEL * 2] of bfloat16, they are of bfloat16, and their copies have room for float32.
 XLA_FFI_Error* pallas_serve_multiply(XLA_FFI_CallFrame* frame) {
   if (answers_metadata(frame)) return NULL;
   Product product = product_of(frame);

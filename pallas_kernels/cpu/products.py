@@ -94,9 +94,11 @@ def multiply_rounded(
 
 def _gapped(shape: Sequence[int], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
     """Room for a copy of the inputs with gaps between the rows, if rows would otherwise evict each other from the
-    cache. It is empty if no copy is needed."""
+    cache. It is empty if no copy is needed. A CPU may widen bfloat16 to float32, so there is always room for that."""
     rows, size = shape[0], shape[1] * dtype.itemsize
-    needed = rows > 1 and size % CACHE_WAY == 0
+    widens = dtype == jnp.bfloat16
+    needed = rows > 1 and (widens or size % CACHE_WAY == 0)
+    size *= 1 + widens
     return jax.ShapeDtypeStruct((rows, (size + GAP) // dtype.itemsize) if needed else (0,), dtype)
 
 
