@@ -62,32 +62,27 @@ INLINE words add_quads(words sums, words weights, words inputs) {
 #endif
 #endif
 
-// The same with weights of 0 to 63 (`add_positive_quads`), and with weights of 0 to 15 for up to 8 words
-// (`add_small_quads`). Where a CPU multiplies unsigned with signed int8 and adds pairs of products only, the latter's sums
-// are int16 (8 * 2 * 15 * 127 is less than 2^15) until they are `whole_sums`.
+// The same with weights of 0 to 63 (`add_positive_quads`). Where a CPU multiplies unsigned with signed int8 and adds pairs
+// of products only, sums are pairs of int16, modulo 2^16, until they are `whole_sums`.
 #if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
 #define SUMS_ARE_PAIRS 1
 #define PAIRS(a, b) _mm512_maddubs_epi16((__m512i)(a), (__m512i)(b))
-#define ADD_SMALL_PAIRS(a, b) (words)_mm512_add_epi16((__m512i)(a), (__m512i)(b))
+#define ADD_PAIRS(a, b) (words)_mm512_add_epi16((__m512i)(a), (__m512i)(b))
 #elif defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
 #define SUMS_ARE_PAIRS 1
 #define PAIRS(a, b) _mm256_maddubs_epi16((__m256i)(a), (__m256i)(b))
-#define ADD_SMALL_PAIRS(a, b) (words)_mm256_add_epi16((__m256i)(a), (__m256i)(b))
+#define ADD_PAIRS(a, b) (words)_mm256_add_epi16((__m256i)(a), (__m256i)(b))
 #else
 #define SUMS_ARE_PAIRS 0
 #endif
 #if SUMS_ARE_PAIRS
 INLINE words whole_sums(words pairs) { return add_pairs((words){0}, pairs, (words){0} + 0x10001u); }
 INLINE words add_positive_quads(words sums, words weights, words inputs) {
-  return sums + whole_sums((words)PAIRS(weights, inputs));
-}
-INLINE words add_small_quads(words sums, words weights, words inputs) {
-  return ADD_SMALL_PAIRS(sums, PAIRS(weights, inputs));
+  return ADD_PAIRS(sums, PAIRS(weights, inputs));
 }
 #else
 INLINE words whole_sums(words sums) { return sums; }
 #if WEIGHT_OFFSET == 0
 INLINE words add_positive_quads(words sums, words weights, words inputs) { return add_quads(sums, weights, inputs); }
 #endif
-INLINE words add_small_quads(words sums, words weights, words inputs) { return add_positive_quads(sums, weights, inputs); }
 #endif

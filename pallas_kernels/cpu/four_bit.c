@@ -10,6 +10,9 @@
 // float32. A step's sums are multiplied with the weights' scales, and added up in float32; those of a part, with the
 // scale of its inputs. What a row adds up does not depend on the other rows. What a part needs besides its weights is
 // widened before, since one row waits for that as long as for its products.
+//
+// Where sums are pairs of int16, an instruction multiplies both with whole scales and adds them: then a part's sums are
+// exact, too.
 #include "dot.h"
 #include "panels.h"
 #include "rounding.h"
@@ -20,7 +23,8 @@ enum {
   PACKED = 16 * QUAD,                   // bytes of a panel's row
   QUADS_OF_HIGH = 4,                    // whose upper bits share a row
   STEPS = PART / QUAD / QUADS_OF_HIGH,  // of a part, at most
-  STEP_OF_PAIRS = 32,                   // inputs at most, if sums are pairs
+  STEP_OF_PAIRS = 32,                   // inputs at most, if sums are pairs: those of 4 bits are below 2^15
+  STEP_OF_SIX_PAIRS = 16,
   WORDS = 16 / LANES,                   // vectors of a panel's row
   AHEAD = PART / QUAD * PACKED,         // bytes: the next part is read while this one is multiplied
   SECOND_CACHE = 1 << 20,               // bytes, about
@@ -30,7 +34,8 @@ enum {
 #define MAX_ROWS (LANES == 16 ? 7 : VECTOR_REGISTERS / 2 / GROUPS)
 #define ROWS_OF_BLOCK (16 * MAX_ROWS)  // that take turns with a part of a panel
 // Passes over rows that are worth unpacking weights for all of them. AVX-512 unpacks 4 bits while it multiplies.
-#define PASSES_TO_UNPACK(bits) (LANES < 16 ? 2 : bits == 6 ? 4 : INT64_MAX)
+#define PASSES_TO_UNPACK(bits, is_rounded) \
+  (LANES < 16 ? (bits == 4 && is_rounded ? 6 : 2) : bits == 6 ? 4 : INT64_MAX)
 
 // What a packed kernel has for each output and so many inputs.
 typedef struct {
@@ -48,9 +53,10 @@ typedef struct {
   Numbers scale, offset, scale_unit, offset_unit;
   int8_t* narrow;       // [parts, rows, PART], the rounded inputs; NULL: the inputs are float32, and not rounded
   float* input_scales;  // [parts, rows]
-  int32_t* starts;      // [parts, rows, PART / step]: what the steps' exact sums begin with
+  int32_t* starts;      // [parts, rows, PART / step]: what the steps' exact sums, or pairs, begin with
   float* input_sums;    // [parts, rows, PART / step], before they are scaled; only with offsets
   int are_paired;       // offsets and input_sums, as int16: their products are whole, in units of a part
+  int are_whole;        // scales, as pairs of the same int16, in units of a part
   int are_many;         // outputs, for the second cache
   enum Kind of_inputs, of_out;
   int64_t rows, depth, step, panels, panels_of_part;
@@ -61,8 +67,8 @@ typedef struct {
   const char* weights;  // packed; or unpacked, as one word for each weight or quad
   const char* high;
   int64_t index, depth, steps;
-  _Alignas(64) float scales[STEPS * PANEL], offsets[STEPS * PANEL];  // if paired, words of two int16
-  _Alignas(64) float offset_unit[PANEL];
+  _Alignas(64) float scales[STEPS * PANEL], offsets[STEPS * PANEL];  // or words of two int16
+  _Alignas(64) float scale_unit[PANEL], offset_unit[PANEL];
 } Part;
 
 INLINE int64_t row_size_of(const int is_rounded, const int is_unpacked) {
@@ -100,8 +106,8 @@ INLINE floats weights_of(const char* row, const char* high, int place, int input
   return is_rounded ? (floats)quads : widened_bits(quads, 8 * input, bits);
 }
 
-// What totals of a part begin with: less the sums of the steps' inputs times their offsets.
-INLINE void start_totals(const int rows, const FourBit* p, const Part* part, int64_t row, floats (*totals)[GROUPS]) {
+// What is added to a part's products: less the sums of the steps' inputs times their offsets.
+INLINE void add_offsets(const int rows, const FourBit* p, const Part* part, int64_t row, floats (*totals)[GROUPS]) {
   const int64_t first = (part->index * p->rows + row) * (PART / p->step), steps = PART / p->step;
   floats own[MAX_ROWS][GROUPS];
   UNROLL for (int r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++) own[r][g] = all(0);
@@ -129,7 +135,7 @@ INLINE void start_totals(const int rows, const FourBit* p, const Part* part, int
 // sums [rows, PANEL] += rows of inputs, from one on, times a part of a panel.
 INLINE void multiply_tile(const int rows, const FourBit* p, const Part* part, int64_t row, float* sums,
                           const int bits, const int is_rounded, const int is_unpacked) {
-  const int are_pairs = is_rounded && bits == 4 && SUMS_ARE_PAIRS;
+  const int are_whole = is_rounded && SUMS_ARE_PAIRS && p->are_whole;
   const int at_once = bits == 4 || is_unpacked ? 1 : QUADS_OF_HIGH;  // quads
   const int64_t size = is_rounded ? 1 : sizeof(float), stride = is_rounded ? PART : p->depth * size;
   const int64_t from = part->index * p->rows + row, steps = PART / p->step, quads = p->step / QUAD;
@@ -137,14 +143,16 @@ INLINE void multiply_tile(const int rows, const FourBit* p, const Part* part, in
   const char *weights = part->weights, *high = part->high;
   if (is_rounded) inputs = (const char*)p->narrow + from * PART;
   const char* next = inputs + rows * stride;  // rows
-  _Alignas(64) floats totals[MAX_ROWS][GROUPS];
-  start_totals(rows, p, part, row, totals);
+  _Alignas(64) floats totals[MAX_ROWS][GROUPS], added[MAX_ROWS][GROUPS];
+  add_offsets(rows, p, part, row, added);
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++)
+    totals[r][g] = are_whole ? all(0) : added[r][g];
   for (int64_t s = 0; s < part->steps; s++) {
     floats own[MAX_ROWS][GROUPS];
     words exact[MAX_ROWS][GROUPS];
     UNROLL for (int r = 0; r < rows; r++) {
       words start = {0};
-      if (is_rounded && !are_pairs) start += (uint32_t)p->starts[(from + r) * steps + s];
+      if (is_rounded) start += (uint32_t)p->starts[(from + r) * steps + s];
       UNROLL for (int g = 0; g < GROUPS; g++) exact[r][g] = start, own[r][g] = all(0);
     }
     for (int64_t quad = 0; quad < quads; quad += at_once) {
@@ -157,7 +165,6 @@ INLINE void multiply_tile(const int rows, const FourBit* p, const Part* part, in
             words input = ((const word*)(inputs + r * stride))[term] - (words){0};
             UNROLL for (int g = 0; g < GROUPS; g++)
               if (!is_rounded) own[r][g] = add_product(own[r][g], (floats)input, of_row[g]);
-              else if (bits == 4) exact[r][g] = add_small_quads(exact[r][g], (words)of_row[g], input);
               else exact[r][g] = add_positive_quads(exact[r][g], (words)of_row[g], input);
           }
         }
@@ -169,20 +176,20 @@ INLINE void multiply_tile(const int rows, const FourBit* p, const Part* part, in
       if (at_once > 1) high += 2 * PACKED;
     }
     // Totals are in memory: for them, GCC would move own sums out of registers.
-    if (LANES < 16) __asm__ volatile("" ::"r"(totals) : "memory");
+    if (LANES < 16 && rows > 1) __asm__ volatile("" ::"r"(totals) : "memory");
     floats scale[GROUPS];
     UNROLL for (int g = 0; g < GROUPS; g++) scale[g] = ((const floats*)part->scales)[s * GROUPS + g];
-    UNROLL for (int r = 0; r < rows; r++) {
-      words start = {0};
-      if (are_pairs) start += (uint32_t)p->starts[(from + r) * steps + s];
-      UNROLL for (int g = 0; g < GROUPS; g++) {
-        floats of_step = own[r][g];
-        words whole = exact[r][g];
-        if (are_pairs) whole = whole_sums(whole) + start;
-        if (is_rounded) of_step = __builtin_convertvector((ints)whole, floats);
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++) {
+      if (are_whole) totals[r][g] = (floats)add_pairs((words)totals[r][g], exact[r][g], (words)scale[g]);
+      else {
+        floats of_step = is_rounded ? __builtin_convertvector((ints)whole_sums(exact[r][g]), floats) : own[r][g];
         totals[r][g] = add_product(totals[r][g], of_step, scale[g]);
       }
     }
+  }
+  if (are_whole) UNROLL for (int r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++) {
+    floats whole = __builtin_convertvector((ints)totals[r][g], floats);
+    totals[r][g] = add_product(added[r][g], whole, ((const floats*)part->scale_unit)[g]);
   }
   UNROLL for (int r = 0; r < rows; r++) {
     floats factor = all(is_rounded ? p->input_scales[from + r] : 1);
@@ -279,27 +286,48 @@ INLINE Units units_of(const Numbers* n, int64_t panel, const Part* part, int64_t
   return (Units){room, n->group % PART ? GROUPS : 0};
 }
 
-// The offsets of each two steps, as the int16 of a word.
-INLINE void pair_offsets(const Numbers* n, int64_t panel, const Part* part, int64_t step, words* to) {
+// Two vectors of whole numbers as the int16 of a vector's words.
+INLINE words paired(const void* first, const void* second, const XLA_FFI_DataType dtype) {
+#if defined(__AVX2__) && LANES == 8
+  __m128i both = _mm_unpacklo_epi8(_mm_loadl_epi64(first), _mm_loadl_epi64(second));
+  return (words)(dtype == XLA_FFI_DataType_U8 ? _mm256_cvtepu8_epi16(both) : _mm256_cvtepi8_epi16(both));
+#else
+  return ((words)whole_at(first, 0, dtype) & 0xffff) | (words)whole_at(second, 0, dtype) << 16;
+#endif
+}
+
+// The whole numbers of each two steps in pairs; or those of each step, each with itself.
+INLINE void pair_all(const Numbers* n, int64_t panel, const Part* part, int64_t step, const int together, words* to,
+                     const XLA_FFI_DataType dtype) {
   Place place = place_of(n, panel, part, step);
-  for (int64_t s = 0; s < part->steps; s += 2) UNROLL for (int g = 0; g < GROUPS; g++) {
-    words first = (words)whole_at(n->data, index_of(&place, s) + g * LANES, n->dtype);
-    words second = (words)whole_at(n->data, index_of(&place, s + 1) + g * LANES, n->dtype);
-    to[s / 2 * GROUPS + g] = (first & 0xffff) | second << 16;
+  for (int64_t s = 0; s < part->steps; s += together) {
+    const int8_t *first = (const int8_t*)n->data + index_of(&place, s), *second = first;
+    if (together == 2) second = (const int8_t*)n->data + index_of(&place, s + 1);
+    UNROLL for (int g = 0; g < GROUPS; g++) *to++ = paired(first + g * LANES, second + g * LANES, dtype);
   }
+}
+
+INLINE void pair(const Numbers* n, int64_t panel, const Part* part, int64_t step, const int together, words* to) {
+  if (n->dtype == XLA_FFI_DataType_U8) pair_all(n, panel, part, step, together, to, XLA_FFI_DataType_U8);
+  else pair_all(n, panel, part, step, together, to, XLA_FFI_DataType_S8);
 }
 
 // The scales of a part's steps, and what is subtracted from its weights. A kernel's offsets are of weights that begin
 // at 0, and so are pairs of them. Others become those of weights whose middle is 0.
 INLINE void widen_groups(const FourBit* p, int64_t panel, Part* part, const int bits) {
   floats *scales = (floats*)part->scales, *offsets = (floats*)part->offsets, room[STEPS * GROUPS];
-  widen(&p->scale, panel, part, p->step, units_of(&p->scale_unit, panel, part, p->step, room), scales);
-  if (!p->offset.data) return;
-  Units units = units_of(&p->offset_unit, panel, part, p->step, room);
-  if (p->are_paired) {
-    memcpy(part->offset_unit, room, sizeof part->offset_unit);
-    return pair_offsets(&p->offset, panel, part, p->step, (words*)offsets);
+  if (SUMS_ARE_PAIRS && p->are_whole) {
+    units_of(&p->scale_unit, panel, part, p->step, (floats*)part->scale_unit);
+    pair(&p->scale, panel, part, p->step, 1, (words*)scales);
+  } else {
+    widen(&p->scale, panel, part, p->step, units_of(&p->scale_unit, panel, part, p->step, room), scales);
   }
+  if (!p->offset.data) return;
+  if (p->are_paired) {
+    units_of(&p->offset_unit, panel, part, p->step, (floats*)part->offset_unit);
+    return pair(&p->offset, panel, part, p->step, 2, (words*)offsets);
+  }
+  Units units = units_of(&p->offset_unit, panel, part, p->step, room);
   if (!units.of && is_whole(p->offset.dtype)) units = (Units){scales, GROUPS};
   widen(&p->offset, panel, part, p->step, units, offsets);
   for (int64_t i = 0; i < part->steps * GROUPS; i++) offsets[i] -= scales[i] * (float)middle_of(bits);
@@ -322,7 +350,7 @@ INLINE void multiply_panel(const FourBit* p, int64_t panel, int64_t row, int64_t
   _Alignas(64) float sums[ROWS_OF_BLOCK * PANEL];
   _Alignas(64) char unpacked[PART * PANEL * (is_rounded ? 1 : sizeof(float))];
   int64_t passes = (rows + MAX_ROWS - 1) / MAX_ROWS;
-  int is_unpacked = passes >= PASSES_TO_UNPACK(bits);
+  int is_unpacked = passes >= PASSES_TO_UNPACK(bits, is_rounded);
   Multiply* multiply_rows = multiply_of(bits, is_rounded, is_unpacked);
   memset(sums, 0, rows * PANEL * sizeof *sums);
   Part part;
@@ -375,13 +403,16 @@ static void prepare_row(const void* product, int64_t row) {
     int64_t first = row * p->depth + part * PART, left = p->depth - part * PART, count = left < PART ? left : PART;
     int64_t at = part * p->rows + row, first_step = at * (PART / p->step);
     int8_t* narrow = p->narrow ? p->narrow + at * PART : NULL;
-    int32_t sum;
+    int32_t sum, middle = p->are_paired ? 0 : middle_of(p->high ? 6 : 4);
     if (narrow) p->input_scales[at] = round_any(p->inputs, first, count, NULL, narrow, &sum, p->of_inputs);
     for (int64_t s = 0; s < count / p->step; s++) {
       if (narrow) {
-        sum = 0;
-        for (int64_t i = s * p->step; i < (s + 1) * p->step; i++) sum += narrow[i];
-        p->starts[first_step + s] = p->are_paired ? 0 : -middle_of(p->high ? 6 : 4) * sum;
+        int32_t first_two = 0, last_two = 0;  // of each quad
+        for (int64_t i = s * p->step; i < (s + 1) * p->step; i += QUAD)
+          first_two += narrow[i] + narrow[i + 1], last_two += narrow[i + 2] + narrow[i + 3];
+        sum = first_two + last_two;
+        p->starts[first_step + s] = -middle * sum;
+        if (SUMS_ARE_PAIRS) p->starts[first_step + s] = (-middle * first_two & 0xffff) | -middle * last_two * 65536;
         if (p->are_paired) ((int16_t*)p->input_sums)[first_step + s] = (int16_t)sum;
         else p->input_sums[first_step + s] = (float)sum;
         continue;
@@ -401,15 +432,26 @@ INLINE Numbers numbers_of(XLA_FFI_CallFrame* frame, int i, int64_t depth) {
 
 // The inputs of a step: a power of two that divides PART and the groups.
 INLINE int64_t step_of(const FourBit* p) {
-  int64_t most = p->narrow && !p->high && SUMS_ARE_PAIRS ? STEP_OF_PAIRS : PART;
+  int64_t most = !p->narrow || !SUMS_ARE_PAIRS ? PART : p->high ? STEP_OF_SIX_PAIRS : STEP_OF_PAIRS;
   int64_t bits = most | p->scale.group | (p->offset.data ? p->offset.group : 0);
   return bits & -bits;
 }
 
-// Whether offsets are whole numbers in units of whole parts, for inputs whose sums are whole, too. Steps come in pairs.
+// Whether numbers are whole, in units of whole parts.
+INLINE int are_of_parts(const Numbers* numbers, const Numbers* unit) {
+  return unit->data && unit->group % PART == 0 && is_whole(numbers->dtype);
+}
+
+// Whether offsets are whole, for inputs whose sums are whole, too. Steps come in pairs. Pairs of sums have no room for
+// weights of 6 bits whose middle is not 0.
 INLINE int are_paired(const FourBit* p) {
-  int has_units = p->offset_unit.data && p->offset_unit.group % PART == 0 && is_whole(p->offset.dtype);
-  return p->narrow && has_units && PART / p->step % 2 == 0 && p->depth / p->step % 2 == 0;
+  int is_possible = p->narrow && !(SUMS_ARE_PAIRS && p->high) && are_of_parts(&p->offset, &p->offset_unit);
+  return is_possible && PART / p->step % 2 == 0 && p->depth / p->step % 2 == 0;
+}
+
+INLINE int are_whole(const FourBit* p) {
+  int is_possible = SUMS_ARE_PAIRS && p->narrow && are_of_parts(&p->scale, &p->scale_unit);
+  return is_possible && (p->are_paired || !p->offset.data);
 }
 
 // (inputs [T, in], kernel u8[out / PANEL, in / QUAD, PACKED], scale [out / PANEL, groups, PANEL], its unit
@@ -449,6 +491,7 @@ XLA_FFI_Error* pallas_serve_multiply_four_bit(XLA_FFI_CallFrame* frame) {
   }
   product.step = step_of(&product);
   product.are_paired = are_paired(&product);
+  product.are_whole = are_whole(&product);
   product.are_many = product.rows * product.panels * PANEL * size_of(product.of_out) > SECOND_CACHE;
   if (product.narrow || product.offset.data) in_parallel(frame, product.rows, prepare_row, &product);
   in_parallel(frame, (product.panels + product.panels_of_part - 1) / product.panels_of_part, multiply, &product);

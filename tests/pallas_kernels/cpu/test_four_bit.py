@@ -153,6 +153,19 @@ def test_the_largest_sums_of_six_bits(sign, group):
     np.testing.assert_allclose(found, inputs @ values.T.astype(np.float32) * -128, rtol=1e-5)
 
 
+@pytest.mark.parametrize("offset", [None, 255])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_largest_whole_scales(sign, offset):
+    """Products with them are added up in int32, on CPUs that multiply pairs."""
+    values, inputs = np.full((PANEL, PART), -8, np.int8), np.full((9, PART), sign * 127, np.float32)
+    values[1::2] = 7
+    whole, unit = np.full((PANEL, PART // BLOCK), 255, np.uint8), np.ones((PANEL, 1), np.float16)
+    offsets = {} if offset is None else {"offset": whole, "offset_unit": unit}
+    weights = values * 255.0 if offset is None else (values + MIDDLE) * 255.0 - offset
+    found = product(inputs, values, {"scale": whole, "scale_unit": unit, **offsets}, round_inputs=True)
+    np.testing.assert_allclose(found, inputs @ weights.T, rtol=1e-6)
+
+
 @BOTH
 @pytest.mark.parametrize("form", FORMS)
 def test_the_bits_of_a_row_do_not_depend_on_the_others(form, round_inputs):
