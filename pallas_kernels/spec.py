@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.errors import UnavailableError as UnavailableError
+
 
 class Backend(StrEnum):
     """An implementation of the operation. The value is the name in `--attention-backend`."""
@@ -47,10 +49,6 @@ class Backend(StrEnum):
     def is_interpreted(self) -> bool:
         """Whether the backend interprets a chip's kernels on the CPU."""
         return self.value.endswith("-interpret")
-
-
-class UnavailableError(ValueError):
-    """A backend cannot be used here, but another one can. The message says why, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ A library is compiled on the machine on which it runs, for the instructions of i
 later starts find the library in its folder. Its name begins with a digest of all that decides its content, so a folder
 that moves to another CPU gets another library. Its name ends with a digest of its content, so a damaged file is never
 loaded. The products in 4 and 6 bits, which take half of the compiler's time, are a library of their own.
+
+The compiler may run while jax is imported: this module imports jax when it loads a library.
 """
 
 from __future__ import annotations
@@ -18,14 +20,13 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from pallas_kernels.spec import UnavailableError
+from pallas_kernels.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,22 @@ FILES = sorted(SOURCES.glob("*.c"))
 
 _lock = threading.Lock()
 _loaded: dict[bool, ctypes.CDLL] = {}  # by whether it is the library of the products in 4 and 6 bits
+_compiling: dict[Path, Future[Path]] = {}  # by the folder; without the products in 4 and 6 bits
+
+
+def start_compiling(folder: Path) -> None:
+    """Starts to compile what `folder` does not have, except the products in 4 and 6 bits. `load` waits for it, and
+    raises its errors."""
+    future = _compiling[folder] = Future[Path]()
+
+    def run() -> None:
+        try:
+            future.set_result(_built(find_compiler(), folder, folder, four_bit=False))
+        except BaseException as error:
+            future.set_exception(error)
+
+    # An interpreter that ends does not wait for it.
+    threading.Thread(target=run, name="c-compiler", daemon=True).start()
 
 
 def load(folder: Path | None, *, four_bit: bool = False) -> None:
@@ -65,9 +82,18 @@ def load(folder: Path | None, *, four_bit: bool = False) -> None:
         missing = [part for part in (False, True)[: 1 + four_bit] if part not in _loaded]
         if not missing:
             return
+        import jax
+
+        started = None if folder is None else _compiling.pop(folder, None)
         compiler = find_compiler()
         with tempfile.TemporaryDirectory(prefix="pallas-serve-") as temporary, ThreadPoolExecutor() as pool:
-            built = list(pool.map(lambda part: _built(compiler, folder, Path(temporary), four_bit=part), missing))
+
+            def build(part: bool) -> Path:
+                if started is not None and not part:
+                    return started.result()
+                return _built(compiler, folder, Path(temporary), four_bit=part)
+
+            built = list(pool.map(build, missing))
             for part, path in zip(missing, built, strict=True):
                 library = _open(path)
                 for name in NAMES:
@@ -78,6 +104,8 @@ def load(folder: Path | None, *, four_bit: bool = False) -> None:
 
 def function(name: str, results: Any, **options: Any) -> Callable[..., Any]:
     """The function of this name, with results like these. The options are those of `jax.ffi.ffi_call`."""
+    import jax
+
     load(None, four_bit=name == MULTIPLY_FOUR_BIT)  # an engine has loaded it already, from its folder
     return jax.ffi.ffi_call(name, results, **options)
 
@@ -126,7 +154,7 @@ def compile_library(compiler: str, path: Path, *options: str, sources: Iterable[
     try:
         with tempfile.TemporaryDirectory(prefix="pallas-serve-") as temporary, ThreadPoolExecutor() as pool:
             objects = {str(source): f"{temporary}/{source.stem}.o" for source in sources}
-            include = f"-I{jax.ffi.include_dir()}"
+            include = f"-I{_include_folder()}"
             list(pool.map(lambda source: run(include, "-c", source, "-o", objects[source]), objects))
             run(*objects.values(), "-lm", "-o", str(part))
         part.chmod(0o700)
@@ -180,7 +208,7 @@ def _open(path: Path) -> ctypes.CDLL:
 def _digest(compiler: str, sources: Iterable[Path] = FILES) -> str:
     """The digest of the sources, the compiler, its options and this CPU's instructions, in hexadecimal."""
     digest = hashlib.sha256()
-    for path in sorted((*sources, *SOURCES.glob("*.h"), *(Path(jax.ffi.include_dir()) / "xla/ffi/api").glob("*.h"))):
+    for path in sorted((*sources, *SOURCES.glob("*.h"), *(_include_folder() / "xla/ffi/api").glob("*.h"))):
         digest.update(path.name.encode() + path.read_bytes())
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
@@ -189,6 +217,13 @@ def _digest(compiler: str, sources: Iterable[Path] = FILES) -> str:
     for fact in (version.stdout, FLAGS, _native(), platform.machine(), _cpu()):
         digest.update(f"{fact!r}\n".encode())
     return digest.hexdigest()[:32]
+
+
+def _include_folder() -> Path:
+    """`jax.ffi.include_dir()`, without an import."""
+    found = find_spec("jaxlib")
+    assert found is not None and found.submodule_search_locations
+    return Path(found.submodule_search_locations[0]) / "include"
 
 
 def _native() -> str:

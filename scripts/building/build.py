@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from batcher.engine import Engine
 from scripts.building.adapter_store import loaded_adapters
-from scripts.building.device import Report, find_device, phase
+from scripts.building.device import Report, find_device, phase, start_compiling
 from scripts.building.replicas import claim_chips, compiling_first, wait_for_first
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.adapters import Adapters
@@ -30,13 +30,14 @@ def build_served(served: ServedSettings, report: Report) -> BuiltEngine:
     settings = served.engine
     if served.num_replicas > 1:
         settings = claim_chips(served, find_device() if settings.device == "auto" else settings.device)
+    turn, is_first = served.compile_turn, served.compile_turn is None or served.replica == 0
+    folders = start_compiling(settings) if is_first else None
     from scripts.building.offloading import give_pages
     from scripts.building.runner import build_runner, make_publisher, warm_engine
 
     publisher = make_publisher(settings, report, rank=served.replica)
-    turn, is_first = served.compile_turn, served.compile_turn is None or served.replica == 0
     with compiling_first(turn) if turn is not None and is_first else nullcontext():
-        built = build_runner(settings, report, tokenizer=served.tokenizer, compile_meanwhile=is_first)
+        built = build_runner(settings, report, tokenizer=served.tokenizer, folders=folders, compile_meanwhile=is_first)
         if turn is not None and not is_first:
             with phase("wait", report) as say:
                 wait_for_first(turn)
@@ -62,9 +63,10 @@ def build(
     """
     if settings.kv_role != "both":
         raise ValueError(f"--kv-role {settings.kv_role}: only servers compute prompts for each other")
+    folders = start_compiling(settings)
     from scripts.building.runner import build_runner, make_publisher, warm_engine
 
-    built = build_runner(settings, report, tokenizer=tokenizer_folder, compile_meanwhile=True)
+    built = build_runner(settings, report, tokenizer=tokenizer_folder, folders=folders, compile_meanwhile=True)
     publisher = make_publisher(settings, report)
     engine = warm_engine(built, report, tokenizer, publisher=publisher)
     return engine, built, loaded_adapters(settings, built.adapter_store, engine, publisher, built.models)

@@ -24,6 +24,7 @@ from model.inputs.paths import Place, check_local, place
 from model.inputs.private_folders import check_private, make_folder
 from model.inputs.remote import RemotePath
 from pallas_kernels.chips import GPU_POOL_SHARE
+from pallas_kernels.cpu import library
 from scripts.building.described_chips import is_described
 from scripts.flags.settings import EngineSettings
 
@@ -107,9 +108,22 @@ class Device:
     folders: KeptFolders
 
 
-def start_device(settings: EngineSettings, *, num_hosts: int, join: Callable[[], None] | None) -> Device:
-    """Creates the kept folders and starts jax. The arguments and errors are those of `start_jax`."""
+def start_compiling(settings: EngineSettings) -> KeptFolders:
+    """Creates the kept folders. Starts to compile the C code of CPUs, if an engine with these settings could use it.
+    The compiler runs while jax is imported."""
     folders = kept_folders(settings)
+    device = find_device() if settings.device == "auto" else settings.device
+    uses_c = device == "cpu" and settings.attention_backend in ("auto", "cpu")
+    if uses_c and settings.tensor_parallel_size in (None, 1) and folders.native is not None:
+        library.start_compiling(folders.native)
+    return folders
+
+
+def start_device(
+    settings: EngineSettings, *, num_hosts: int, join: Callable[[], None] | None, folders: KeptFolders | None = None
+) -> Device:
+    """Creates the kept folders and starts jax. The arguments and errors are those of `start_jax`."""
+    folders = folders or kept_folders(settings)
     platform = start_jax(settings, join, num_hosts=num_hosts, folders=folders)
     import jax
 

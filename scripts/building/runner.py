@@ -22,7 +22,7 @@ from pallas_kernels.api import PagedAttention
 from scripts.building.adapter_store import RunnersStore
 from scripts.building.attention_backend import BACKENDS, Backends, Chosen, can_a_child_test, choose_attention
 from scripts.building.described_chips import keep_description
-from scripts.building.device import Report, phase, start_device
+from scripts.building.device import KeptFolders, Report, phase, start_device
 from scripts.building.limits import EnginePlan, choose_limits, choose_step_timeout, even_context, long_prompts
 from scripts.building.load import Loader
 from scripts.building.models import RunnersModels
@@ -162,6 +162,7 @@ def build_runner(
     report: Report,
     *,
     tokenizer: Path | None = None,
+    folders: KeptFolders | None = None,
     compile_meanwhile: bool = False,
     backends: Backends = BACKENDS,
     others: OtherHosts | None = None,
@@ -171,6 +172,7 @@ def build_runner(
 
     Args:
         tokenizer: a folder or a GGUF file, whose end tokens end an answer; None: the model's own.
+        folders: the result of `device.start_compiling`; None: it was not called.
         compile_meanwhile: starts to compile the programs of all buckets but `EnginePlan.may_wait` for the warm-up;
             otherwise nothing is compiled yet.
         backends: the candidates for the attention backend.
@@ -184,7 +186,7 @@ def build_runner(
         raise ValueError("--models, --models-folder: an engine of several hosts has one model")
     num_hosts, join = (1, None) if others is None else (others.num_hosts, others.join)
     with phase("start", report) as say:
-        device = start_device(settings, num_hosts=num_hosts, join=join)
+        device = start_device(settings, num_hosts=num_hosts, join=join, folders=folders)
         of_hosts = "" if others is None else f" of {num_hosts} hosts"
         say(f"jax on {device.num_devices} x {jax.devices()[0].device_kind}{of_hosts}")
     plan = choose_limits(settings, device, report, tokenizer=tokenizer, backends=backends)

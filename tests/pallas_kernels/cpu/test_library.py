@@ -18,8 +18,13 @@ LOAD = """
 import os, sys
 from pathlib import Path
 from pallas_kernels.cpu import library
-from pallas_kernels.spec import UnavailableError
+from pallas_kernels.errors import UnavailableError
 library.COMPILE_TIMEOUT_S = float(os.environ.get("LIMIT_S", library.COMPILE_TIMEOUT_S))
+if begun := os.environ.get("EARLY"):
+    library.start_compiling(Path(sys.argv[1]))
+    while not Path(begun).exists():
+        pass
+    assert "jax" not in sys.modules
 try:
     library.load(Path(sys.argv[1]) if sys.argv[1:] else None, four_bit=bool(sys.argv[2:]))
 except UnavailableError as error:
@@ -87,6 +92,18 @@ esac
 exec {CC} "$@" -O0""",
     )
     assert load(str(tmp_path / "native"), "four bits", CC=own) == "loaded"
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"), [("", "loaded"), ("exit 1", "{own} could not compile the C code: no message")]
+)
+def test_the_compiler_starts_before_jax_is_imported(tmp_path, ends, said):
+    """Each file is compiled once, and `load` raises what the compiler says."""
+    folder, calls = tmp_path / "native", tmp_path / "calls"
+    folder.mkdir()
+    own = script(tmp_path / "cc", f'case "$*" in *.c\\ *) echo "$@" >>{calls}; {ends} ;; esac; exec {CC} "$@" -O0')
+    assert load(str(folder), CC=own, EARLY=str(calls)) == said.format(own=own)
+    assert len(calls.read_text().splitlines()) == len(library.FILES) - 1
 
 
 def test_a_compiler_that_takes_too_long_is_a_choice_and_no_slow_start(tmp_path):
