@@ -191,6 +191,10 @@ def test_unknown_flags_and_values_are_refused(flags, capsys):
         ({"memory_utilization": 1.5}, "--memory-utilization"),
         ({"dtype": "int8"}, "--dtype 'int8'"),
         ({"device": "gpu"}, "--device 'gpu'"),
+        (
+            {"kv_offloading_size": 1.0, "kv_offloading_path": "gs://bucket/pages"},
+            "--kv-offloading-path 'gs://bucket/pages' is a URL, and this is read and written on this machine only",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_their_flag(settings, words):
