@@ -22,6 +22,7 @@ from batcher.request import MAX_LOGPROBS, FinishReason, LogprobsMode
 from server.api.answers.answer import AsgiResponse, GenerationAnswer, JsonAnswer, while_connected
 from server.api.answers.writer import Writer
 from server.api.record import IGNORED, begun, note
+from server.api.request.fields import BEAM_SEARCH
 from server.api.request.generation_plan import GenerationPlan, add_choice, submit
 from server.api.request.sampling import Sampling
 from server.api.request.schemas import SamplingFields
@@ -31,11 +32,6 @@ from server.engine.generation import Generation, ScoredToken
 from server.http.request_error import invalid, unsupported
 
 MAX_BEAMS = MAX_LOGPROBS // 2  # each step looks at twice as many candidates as beams, of which half may end
-# Fields that a search over the model's own log-probabilities does not obey.
-_NOT_OBEYED = """
-    stream stop stop_token_ids min_tokens logit_bias allowed_token_ids bad_words presence_penalty frequency_penalty
-    prompt_logprobs logprob_token_ids sampled_logprobs echo""".split()
-_DRAWS = "temperature top_p top_k min_p seed".split()
 _GREEDY = {"temperature": 0.0, "allowed_token_ids": None}
 _MOST_LIKELY = Sampling(values=_GREEDY, seed=None, stops=(), include_stop=True, skip_special_tokens=True)
 
@@ -66,14 +62,14 @@ def _check(state: ServerState, body: SamplingFields, plan: GenerationPlan) -> No
         raise invalid(
             "use_beam_search", f"--logprobs-mode {state.engine.info.logprobs_mode} tells no log-probabilities"
         )
-    asked = [name for name in _NOT_OBEYED if getattr(body, name, None)]
+    asked = [name for name in BEAM_SEARCH["refused"] if getattr(body, name, None)]
     if body.repetition_penalty not in (None, 1):
         asked.append("repetition_penalty")
     if plan.grammar is not None or plan.new_calls() is not None:
         asked.append(plan.grammar_field)
     if asked:
         raise unsupported(asked[0], "with `use_beam_search` it is")
-    note(IGNORED, *(name for name in _DRAWS if getattr(body, name) is not None))
+    note(IGNORED, *(name for name in BEAM_SEARCH["ignored"] if getattr(body, name) is not None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,7 @@ from server.api.request.schemas import ChatRequest, CompletionRequest, Generates
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 SYNONYMS = {name: tuple(names.split()) for names in _TABLE["synonyms"] for name in names.split()}
+BEAM_SEARCH = {kind: names.split() for kind, names in _TABLE["beam_search"].items()}
 _COUNTERPARTS: dict[str, str] = _TABLE["counterparts"]
 _IGNORED, _IGNORED_INSIDE = (frozenset(_TABLE[kind].split()) for kind in ("ignored", "ignored_inside"))
 HARMLESS = {name: tuple(row["values"]) for row in _TABLE["harmless"] for name in row["names"].split()}
