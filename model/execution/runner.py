@@ -72,7 +72,7 @@ class ModelRunner:
         keeps_executables: if False, only traces are kept there: executables of several hosts cannot be loaded.
         draft: a small model with the same vocabulary or an EAGLE head, and its attention over pages of the same size.
             Its weights are arrays or abstract, like those of `model`.
-        adapter_weights: gives the weights of a LoRA adapter by its identity, for `stage_adapter`; None: there are no
+        adapter_weights: gives the weights of a LoRA adapter by its identity, for `stage`; None: there are no
             adapters.
         model_weights: gives another model's weights on the devices, with its K/V scales, by its identity, for `stage`;
             None: there is one model only.
