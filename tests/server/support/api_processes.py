@@ -27,6 +27,8 @@ def through_each(server: RunningServer, num_engines: int = 1, **options: Any) ->
     with contextlib.ExitStack() as stack:
         while len(found) < len(processes):
             assert time.monotonic() < deadline, "all connections went to the same processes"
+            for other in found.values():  # the server closes connections that are idle for seconds
+                other.get("/live")
             client = stack.enter_context(server.http(**options))
             stream = client.get("/live").extensions["network_stream"]
             own = stream.get_extra_info("socket").getsockname()
