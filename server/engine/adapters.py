@@ -31,6 +31,9 @@ NONE_OF = {
     WeightsKind.MODEL: "This engine has one model only: --models, or models={...} in Python.",
 }
 
+# The fields of requests with the name and the path of such weights.
+FIELDS_OF = {WeightsKind.ADAPTER: ("lora_name", "lora_path"), WeightsKind.MODEL: ("model", "path")}
+
 
 def kind_of(change: wire.NamedChange) -> WeightsKind:
     """The kind of weights that a change concerns."""
@@ -192,13 +195,13 @@ class Adapters:
         if before is not None and change.if_loaded is wire.IfLoaded.KEEP:
             return before
         if before is not None and change.if_loaded is wire.IfLoaded.REFUSE:
-            again = ": `load_inplace` loads it again" if kind is WeightsKind.ADAPTER else ""
-            raise AdapterError(f"The {kind} {shown(change.name)} is loaded already{again}.")
-        field = "lora" if kind is WeightsKind.ADAPTER else "model"
-        check_name(change.name, f"{field}_name")
+            again = "`load_inplace` loads it again"
+            raise AdapterError(f"The {kind} {shown(change.name)} is loaded already: {again}.")
+        name_field, path_field = FIELDS_OF[kind]
+        check_name(change.name, name_field)
         if any(change.name in other.loaded for other in self._named.values() if other is not named):
-            raise AdapterError(f"{field}_name: an adapter or a model has the name {shown(change.name)} already.")
-        _check_path(change.path, f"{field}_path")
+            raise AdapterError(f"{name_field}: an adapter or a model has the name {shown(change.name)} already.")
+        _check_path(change.path, path_field)
         identity = named.store.load(change.path)
         found: wire.Adapter | wire.LoadedModel
         if isinstance(change, wire.LoadAdapter):

@@ -132,7 +132,8 @@ class Admin(Routes):
             await state.find_model(body.model)
         except RequestError:
             if path is not None:  # its tokenizer or template cannot be used
-                await state.change(UnloadModel(body.model))
+                old = None if before is None else LoadModel(body.model, before.path, if_loaded=IfLoaded.REPLACE)
+                await state.change(old or UnloadModel(body.model))
             raise
         logger.info("model %r: loaded", body.model)
         return JsonAnswer({"success": True})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,11 @@ def test_a_model_whose_template_is_broken_is_refused_and_unloaded(folder):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
     assert "The model x cannot be used" in answer.json()["error"]["message"]
     assert not state.engine.models
+    post = partial(call, state, "POST", LOAD, **ADMIN)
+    assert post(json={"model": "x", "path": str(folder / "pirate")}).status_code == 200
+    again = {"model": "x", "path": str(folder / "untalkative"), "load_inplace": True}
+    assert post(json=again).status_code == 400
+    assert state.engine.models["x"].path == str(folder / "pirate")
 
 
 def test_a_broken_model_in_the_folder_is_told_to_those_who_name_it(folder):
