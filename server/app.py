@@ -108,8 +108,8 @@ def create_app(state: ServerState) -> Starlette:
         invocation_route(state, by_field),
         *routes_of(Batches(state), state),
         *prefill_routes(state),
+        *routes_of(Admin(state), state),  # before /v1/models/{name}
         *info_routes(state),
-        *routes_of(Admin(state), state),
         *routes_of(Weights(state), state),
     ]
     routes += [] if state.settings.disable_fastapi_docs else docs_routes(routes, state.settings)

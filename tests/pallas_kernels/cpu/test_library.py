@@ -98,12 +98,14 @@ exec {CC} "$@" -O0""",
     ("ends", "said"), [("", "loaded"), ("exit 1", "{own} could not compile the C code: no message")]
 )
 def test_the_compiler_starts_before_jax_is_imported(tmp_path, ends, said):
-    """Each file is compiled once, and `load` raises what the compiler says."""
+    """No file is compiled twice, and `load` raises what the compiler says. After a failure some are not begun."""
     folder, calls = tmp_path / "native", tmp_path / "calls"
     folder.mkdir()
     own = script(tmp_path / "cc", f'case "$*" in *.c\\ *) echo "$@" >>{calls}; {ends} ;; esac; exec {CC} "$@" -O0')
     assert load(str(folder), CC=own, EARLY=str(calls)) == said.format(own=own)
-    assert len(calls.read_text().splitlines()) == len(library.FILES) - 1
+    compiled = calls.read_text().splitlines()
+    assert len(set(compiled)) == len(compiled)
+    assert len(compiled) == len(library.FILES) - 1 or ends
 
 
 def test_a_compiler_that_takes_too_long_is_a_choice_and_no_slow_start(tmp_path):
