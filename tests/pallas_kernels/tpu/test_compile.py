@@ -60,13 +60,15 @@ def test_kernels_fit_and_update_pages_in_place(target: str, tmp_path: Path) -> N
                 assert account["per_pair"] <= MOST_BUNDLES_PER_PAIR[target], result
 
 
-@pytest.mark.parametrize(("target", "kv_cache_dtype"), [("v5e:1x1", "auto"), ("tpu7x:1x1x1", "int8")])
+@pytest.mark.parametrize(
+    ("target", "kv_cache_dtype"), [("v5e:1x1", "auto"), ("v5p:1x1x1", "int8"), ("tpu7x:1x1x1", "int8")]
+)
 def test_whole_steps_with_jaxs_kernel_update_pages_in_place(target: str, kv_cache_dtype: str) -> None:
     flags = ("--target", target, "--tensor-parallel-size", "1", "--layers", "2", "--tokens", "64", "--tokens", "512")
     own = ("--attention", "jax", "--kv-cache-dtype", kv_cache_dtype)
     for result in compile_in_a_process_of_its_own(STEPS, *flags, *own):
         assert result["alias_bytes"] >= result["state_bytes"], result
-        assert result["temp_bytes"] <= 40 << 20 < result["kv_bytes"] // 2, result  # the queries in another layout
+        assert result["temp_bytes"] <= 64 << 20 < result["kv_bytes"] // 2, result  # the queries in another layout
 
 
 def test_products_with_4_bit_weights_take_as_long_as_their_weights_are_read(tmp_path: Path) -> None:
