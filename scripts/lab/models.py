@@ -52,7 +52,8 @@ ZIPF = 1.1
 NOISE = 0.05  # of the weights' own deviation
 LENGTHS = Lengths.parse("uniform:32:96")  # of prompts and of outputs
 MOST_REQUESTS = 4000  # of one row: more than it has time for
-ALONE, RESIDENT, HOST, DISK, OWN = "alone", "resident", "host", "disk", "own"
+ALONE = "alone"
+WAYS = RESIDENT, HOST, DISK, OWN = "resident", "host", "disk", "own"
 _FLAGS = {
     ALONE: [],
     RESIDENT: ["--max-resident-models", str(NUM_MODELS)],
@@ -98,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rate", type=float, default=1.0, help="visitors a second (default: 1)")
     p.add_argument("--rounds", type=int, default=3, help="default: 3")
     p.add_argument("--seconds", type=float, default=10.0, help="of each row in a round (default: 10)")
-    p.add_argument("--ways", nargs="+", choices=(RESIDENT, HOST, DISK, OWN), default=(RESIDENT, HOST, DISK, OWN))
+    p.add_argument("--ways", nargs="+", action="extend", choices=WAYS, help="default: all")
     p.add_argument("--start-timeout", type=float, default=600.0, metavar="S")
     p.add_argument("--port", type=int, default=8490, help="of the first server; the others have the next ones")
     p.add_argument("--seed", type=int, default=0)
@@ -215,7 +216,7 @@ def bench(args: argparse.Namespace) -> int:
     say_head()
     with ScratchFolder() as scratch:
         paths = write_models(scratch.path, args.model, random)
-        for way in args.ways:
+        for way in args.ways or WAYS:
             rows = [row for row in ROWS if row.server in (ALONE, way)]
             measured: dict[str, list[Measured]] = {row.name: [] for row in rows}
             with servers(args, (ALONE, way), paths) as running:
