@@ -64,7 +64,7 @@ from batcher.requests.admission import make_request_state
 from batcher.requests.live_requests import Staged
 from batcher.requests.masks import Ask, MaskResult, MaskThreads, answer
 from batcher.requests.page_mover import Loaded, Moved, PageMover, Saved
-from batcher.requests.worker import Worker
+from batcher.requests.weights_stager import WeightsStager
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.request_state import OnOutput, RequestState
 from batcher.stats import EngineStats, ModelState
@@ -112,8 +112,7 @@ class Engine:
         self.core = EngineCore(runner, config, ladder, clock, page_events)
         self._inbox = Inbox(limits.max_num_seqs + config.max_waiting, config.max_waiting)
         self._mask_threads = MaskThreads(self._inbox.computed)
-        # Models take longer to bring than adapters, which do not wait for them.
-        self._staging = {kind: Worker(f"engine-{kind.name.lower()}s", self._inbox.put) for kind in WeightsKind}
+        self._stager = WeightsStager(runner, self.core.scheduler.staged, clock, self._inbox.put)
         self._page_mover = self._make_page_mover()
         self._remote = None if config.offloading is None else config.offloading.remote
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
@@ -284,8 +283,7 @@ class Engine:
         )
         for thread in self._threads:
             thread.start()
-        for kind in self._kinds_staged:
-            self._staging[kind].start()
+        self._stager.start()
         if self._page_mover is not None:
             self._page_mover.start()
         if self._deferred_programs:
@@ -313,8 +311,7 @@ class Engine:
         waits for the steps in flight and ends the threads. It may be called several times, and on a dead engine."""
         if self.death is None:
             self.drain(drain_s)
-        for worker in self._staging.values():
-            worker.close()
+        self._stager.close()
         if self._page_mover is not None:
             self._page_mover.close()
         self._inbox.stop()
@@ -330,8 +327,7 @@ class Engine:
                 self._take([_result(self.core.in_flight[0])])
         self._mask_threads.close()
         if not is_stuck:
-            for worker in self._staging.values():
-                worker.join()
+            self._stager.join()
             if self._page_mover is not None:
                 self._page_mover.join()
         if self._page_events is not None:
@@ -378,12 +374,13 @@ class Engine:
                     break
                 self._changes.make()
                 self._ask_for_masks(self._mask_threads.ask)
-                self._ask_to_stage()
+                self._stager.ask(self._next_to_stage())
                 while (step := self._dispatch()) is not None:
                     self._to_read.put(step)
                     self._is_unchecked = True
                 if not self.core.in_flight:
-                    self._ask_to_stage()  # a model for which others leave, because none of them can run
+                    # A model for which others leave, because none of them can run.
+                    self._stager.ask(self._next_to_stage())
                 self._check_not_stuck()
             self._stop()
             while self.core.in_flight:
@@ -501,27 +498,8 @@ class Engine:
 
     # --- adapters and models ---
 
-    @property
-    def _kinds_staged(self) -> list[WeightsKind]:
-        numbers = {WeightsKind.ADAPTER: self._capacity.max_loras, WeightsKind.MODEL: self._capacity.max_models}
-        return [kind for kind, number in numbers.items() if number]
-
     def _next_to_stage(self) -> list[tuple[WeightsKind, int]]:
-        return self.core.next_to_stage(may_stage=self._changes.allow_steps) if self._kinds_staged else []
-
-    def _ask_to_stage(self) -> None:
-        for kind, identity in self._next_to_stage():
-            self._staging[kind].do(partial(self._stage, kind, identity, self._inbox.put))
-
-    def _stage(self, kind: WeightsKind, identity: int, tell: Callable[[Staged], object]) -> None:
-        """Brings weights to the device on this thread, and tells the result. ValueError and OSError are faults of their
-        files and part of the result; other errors are raised."""
-        began, fault = self._clock(), None
-        try:
-            self._runner.stage(kind, identity)
-        except (ValueError, OSError) as error:
-            fault = error
-        tell(Staged(kind, identity, fault, self._clock() - began))
+        return self.core.next_to_stage(may_stage=self._changes.allow_steps)
 
     def _stage_here(self) -> bool:
         """Brings weights on the caller's thread, in an engine without threads. Returns whether there were any."""
@@ -529,7 +507,7 @@ class Engine:
         while asked := self._next_to_stage():
             has_staged = True
             for kind, identity in asked:
-                self._stage(kind, identity, lambda staged: self._deliver(self.core.requests.take_staged(staged)))
+                self._deliver(self.core.requests.take_staged(self._stager.bring(kind, identity)))
         return has_staged
 
     # --- pages that leave the device and come back ---

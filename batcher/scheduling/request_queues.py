@@ -57,7 +57,9 @@ class RequestQueues:
         self.waiting = FairQueue(num_slots)
         self.adapters = AdapterSlots(capacity.max_loras)
         self.models = None if not capacity.max_models else ModelTurns(capacity.max_models, clock)
-        self.staged: dict[WeightsKind, AdapterSlots | ModelTurns] = {WeightsKind.ADAPTER: self.adapters}
+        self.staged: dict[WeightsKind, AdapterSlots | ModelTurns] = {}  # the kinds that requests may name
+        if capacity.max_loras:
+            self.staged[WeightsKind.ADAPTER] = self.adapters
         if self.models is not None:
             self.staged[WeightsKind.MODEL] = self.models
         self.offloaded: OffloadedPages | None = None
