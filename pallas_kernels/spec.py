@@ -19,8 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.errors import UnavailableError as UnavailableError
-
 
 class Backend(StrEnum):
     """An implementation of the operation. The value is the name in `--attention-backend`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pallas_kernels.cpu import library
-from pallas_kernels.spec import UnavailableError
+from pallas_kernels.errors import UnavailableError
 from tests.conftest import COMPILED
 
 NATIVE = COMPILED / "native"  # where an engine that keeps its programs in COMPILED has its library

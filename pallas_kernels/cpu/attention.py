@@ -8,7 +8,8 @@ import numpy as np
 
 from pallas_kernels.cpu import library
 from pallas_kernels.cpu.library import ATTEND
-from pallas_kernels.spec import AttentionSpec, RaggedBatch, UnavailableError
+from pallas_kernels.errors import UnavailableError
+from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
 PIECE = 16  # tokens of a piece; pages are cut into pieces (attention.c)
 MAX_HEAD_DIM = 256

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import arch_converts_fp8
+from pallas_kernels.errors import UnavailableError
 from pallas_kernels.gpu import (
     append,
     combine,
@@ -35,7 +36,7 @@ from pallas_kernels.gpu.prefill_body import PrefillOperands
 from pallas_kernels.gpu.prefill_tile import TileShape
 from pallas_kernels.gpu.tile_list import TOKEN_ALIGNMENT, TileList, prefill_tiles
 from pallas_kernels.gpu.work_list import ItemList, decode_items
-from pallas_kernels.spec import AttentionSpec, RaggedBatch, UnavailableError
+from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
 HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128)  # tokens

@@ -9,7 +9,7 @@ from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.extend import backend as jax_backend
 
 from pallas_kernels.chips import SHARED_MEMORY
-from pallas_kernels.spec import UnavailableError
+from pallas_kernels.errors import UnavailableError
 
 
 @dataclass(frozen=True, kw_only=True)

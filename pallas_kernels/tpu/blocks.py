@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chips, tuning
-from pallas_kernels.spec import UnavailableError
+from pallas_kernels.errors import UnavailableError
 from pallas_kernels.tpu import decode_memory, mixed_memory, paging
 from pallas_kernels.tpu.decode_memory import DecodeBlocks
 from pallas_kernels.tpu.layout import LANES, Geometry

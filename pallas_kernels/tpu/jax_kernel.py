@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as shipped
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import get_min_heads_per_blk
 
-from pallas_kernels.spec import AttentionSpec, RaggedBatch, UnavailableError
+from pallas_kernels.errors import UnavailableError
+from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
 LANES = 128
 PAGE_SIZES = range(8, 513)  # tokens

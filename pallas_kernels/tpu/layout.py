@@ -25,7 +25,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.spec import AttentionSpec, UnavailableError
+from pallas_kernels.errors import UnavailableError
+from pallas_kernels.spec import AttentionSpec
 
 KV_HEAD_AXIS = 1
 LANES = 128

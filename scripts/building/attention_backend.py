@@ -40,8 +40,9 @@ from model.inputs.paths import Place
 from model.network.sharding import make_mesh
 from pallas_kernels.api import PagedAttention, candidates
 from pallas_kernels.cpu import four_bit, library, per_token, products
+from pallas_kernels.errors import UnavailableError
 from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, Program, SelfTest, SelfTestError
-from pallas_kernels.spec import AttentionSpec, Backend, UnavailableError
+from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.building.child import ChildError, in_child
 from scripts.building.device import KeptFolders, start_jax
 from scripts.building.kept_verdict import KeptVerdict

@@ -21,7 +21,7 @@ from model.quantization.checkpoint_form import STORED_METHODS
 from model.quantization.forms import Activations, EightBit, FourBit, Rounding, WeightForm, described, form_named
 from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, TPUS, XLA_READS, arch_reads, arch_rounded_rows
 from pallas_kernels.cpu.library import find_compiler
-from pallas_kernels.spec import UnavailableError
+from pallas_kernels.errors import UnavailableError
 from scripts.flags.settings import EngineSettings
 from server.text.named_tokens import read_named_tokens
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.cpu.attention import PIECE
-from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch, UnavailableError
+from pallas_kernels.errors import UnavailableError
+from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 from tests.pallas_kernels.dense import Case, Row, make_case
 from tests.pallas_kernels.test_reference import ragged_rows
 
