@@ -1,7 +1,7 @@
 """Which model has the next step, and which models' weights are on the device.
 
 All rows of a step are of one model. The rows of other models keep their slots and pages, and are not in the step. A
-model *is live* while a request of it waits or runs. Model 0 is always on the device. Of the others, `max_models - 1`
+model is *live* while a request of it waits or runs. Model 0 is always on the device. Of the others, `max_models - 1`
 may be there at a time.
 
 1. The live models on the device take turns of one step each. The next turn is that of the model whose wait is longest,

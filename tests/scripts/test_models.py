@@ -1,4 +1,4 @@
-"""Several models in one LLM on the CPU: every text is that of its model alone, whatever the others do."""
+"""Several models in one LLM on the CPU: each answers as it does alone, whatever the others do."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_methods_take_the_name_of_a_model(folders) -> None:
                 assert [list(result.outputs[0].token_ids) for result in results] == told[name]
                 assert len(results[0].outputs[0].logprobs) == 10
         with pytest.raises(RefusedError, match="does not exist"):
-            llm.generate("text", greedy, model="nobody")
+            llm.generate("text", greedy, model="unknown")
         with pytest.raises(ValueError, match="model, lora_request"):
             llm.generate("text", greedy, model="one", lora_request=LoRARequest("a", 1, str(folders["adapted"])))
 

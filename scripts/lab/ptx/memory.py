@@ -90,7 +90,7 @@ class Memory:
         unwritten = ~array.defined[offsets]
         if unwritten.any():
             bad = () if lanes is None else lanes[unwritten.any(1)]
-            where = f"reads {array.name} at byte {int(offsets[unwritten][0]):#x}, which nobody wrote"
+            where = f"reads {array.name} at byte {int(offsets[unwritten][0]):#x}, which was never written"
             warp.report("unwritten memory", where, bad)
 
     def store(self, warp: Warp, addresses: np.ndarray, values: np.ndarray, space: str) -> None:
