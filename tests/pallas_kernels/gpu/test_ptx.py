@@ -57,4 +57,4 @@ def test_planted_faults_are_named(target: str) -> None:
 @pytest.mark.parametrize("target", ["a100", "l4", "h100", "b200", "b300", "rtx5090"])
 def test_every_step_is_right_and_has_no_hazards(target: str) -> None:
     printed = printed_by("scripts.lab", "ptx", "--target", target, "--seeds", "1")
-    assert len(re.findall(r"^.* \(\d+ s\): nothing found$", printed, re.MULTILINE)) == len(cases.SHAPES), printed
+    assert len(re.findall(r"^.*: nothing found \(\d+ s\)$", printed, re.MULTILINE)) == len(cases.SHAPES), printed

@@ -478,7 +478,7 @@ def test_text_without_a_tools_name_is_content_whole(kind, text, cuts):
     | st.text(st.sampled_from('{}[]",:\\ue0 1truenl-.a'), max_size=20)
 )
 def test_a_strict_reader_judges_as_a_decoder_does(text):
-    text = "{" + text.removeprefix("{")
+    text = "{" + text.removeprefix("{").rstrip()  # a decoder takes spaces after a literal, whose end a reader has seen
     reader, at, parts = LiteralReader(max_depth=MAX_DEPTH, keeps_json=True, is_strict=True), 0, []
     while at < len(text) and not (reader.done or reader.broken):
         at, part = reader.read(text, at)
