@@ -12,6 +12,8 @@ the greatest of a round.
 Streams name the models evenly, or by Zipf's law: the model of rank k gets a share in proportion to 1 / k ** 1.1.
 Visitors arrive at `--rate` while the streams name the first two models only. Each names the next of the last seven, so
 where three may be on the device, most of them find their model elsewhere.
+
+A step has the rows of one model. The steps of one model with a tenth of the streams are as full as those of ten models.
 """
 
 from __future__ import annotations
@@ -70,12 +72,14 @@ class Row:
     server: str
     shares: Sequence[float] = (1.0,)
     visitors: Sequence[str] = ()
+    parts: int = 1  # of the streams, one part is used
 
 
 EVEN, BY_ZIPF = (1.0,) * NUM_MODELS, tuple(1 / k**ZIPF for k in range(1, NUM_MODELS + 1))
 FEW, OTHERS = EVEN[:NUM_BUSY], NAMES[NUM_ON_DEVICE:]
 ROWS = (
     Row(name="one model alone", server=ALONE),
+    Row(name="one model alone, a tenth of the streams", server=ALONE, parts=NUM_MODELS),
     Row(name="one of ten", server=RESIDENT),
     Row(name="ten on the device, evenly", server=RESIDENT, shares=EVEN),
     Row(name="ten on the device, Zipf", server=RESIDENT, shares=BY_ZIPF),
@@ -167,7 +171,8 @@ def measure_row(
     arrivals = np.arange(1 / args.rate, args.seconds, 1 / args.rate) if row.visitors else np.empty(0)
     short, start = BenchRequest([5] * 16, 8), number * len(arrivals)
     visits = [_of(short, row.visitors[(start + i) % len(row.visitors)]) for i in range(len(arrivals))]
-    measured = partial(measure, running[0], max_concurrency=args.streams, send_until_s=args.seconds)
+    streams = round(args.streams / row.parts)
+    measured = partial(measure, running[0], max_concurrency=streams, send_until_s=args.seconds)
     return measured(asked, visits=visits, arrivals=arrivals)
 
 
@@ -193,7 +198,7 @@ def _measure_each(running: Sequence[Server], requests: Sequence[BenchRequest], a
 
 
 def table(measured: dict[str, list[Measured]]) -> list[str]:
-    """The rows over all rounds, and the ratios to the first one."""
+    """The rows over all rounds, and the ratios to the first two."""
     latencies = {"TTFT p50/p99 ms": ">13", "ITL p50/p99 ms": ">13", "foreign cores": "5.2f"}
     table = Table({"": "<50", "requests": "7", "out tok/s": "9.1f", **latencies, " ": ""})
     for name, parts in measured.items():
@@ -202,9 +207,10 @@ def table(measured: dict[str, list[Measured]]) -> list[str]:
             if of is not None:
                 cells = both_of(of, "ttft"), both_of(of, "itl", 1), of.get("foreign_cores")
                 table.row(title, of["completed"], of["output_tokens_per_s"], *cells, failures_of(of))
-    first, *others = measured
+    full, few, *others = measured
     rate = "output tokens/s"
-    return [*table.lines, "", *(ratio_of_rounds(f"{o} / {first}", rate, measured[o], measured[first]) for o in others)]
+    pairs = [(name, full) for name in others] + [(name, few) for name in others]
+    return [*table.lines, "", *(ratio_of_rounds(f"{a} / {b}", rate, measured[a], measured[b]) for a, b in pairs)]
 
 
 def bench(args: argparse.Namespace) -> int:
