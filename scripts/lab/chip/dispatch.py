@@ -8,11 +8,15 @@ import re
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from batcher.step import Bucket, Variant
 from scripts.building.runner import build_runner
@@ -34,9 +38,11 @@ class Case(NamedTuple):
     model: str
     num_rows: int
     variant: Variant
+    num_models: int = 1  # models that take turns
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.num_rows} rows, {self.variant}"
+        models = f", {self.num_models} models in turns" if self.num_models > 1 else ""
+        return f"{self.model}, {self.num_rows} rows, {self.variant}{models}"
 
 
 def cases(options: Options) -> list[Case]:
@@ -48,6 +54,7 @@ def cases(options: Options) -> list[Case]:
             [
                 Case(small, few, Variant.GREEDY),
                 Case(small, few, Variant.SAMPLE),
+                Case(small, few, Variant.GREEDY, num_models=2),
                 Case(large, many, Variant.GREEDY),
             ]
         )
@@ -98,9 +105,11 @@ def measure(case: Case, options: Options, log: Path) -> dict[str, Any]:
     bucket = Bucket(case.num_rows, case.num_rows, case.variant)
     runner.warm_up([bucket], print)
     admit(runner, bucket, CONTEXT, {"temperature": float(case.variant is Variant.SAMPLE), "top_p": 1.0, "top_k": 0})
+    for model in range(1, case.num_models):
+        runner._others[model] = jax.tree.map(jnp.copy, (runner.weights, runner._kv_scales))
     ahead, wall_us, cpu_us, ends = [], [], [], []
-    for _ in range(STEPS):
-        step = full_step(bucket, runner.capacity(), CONTEXT)
+    for number in range(STEPS):
+        step = replace(full_step(bucket, runner.capacity(), CONTEXT), model=number % case.num_models)
         begin, cpu = time.perf_counter(), time.thread_time()
         ahead.append(runner.execute(step))
         cpu_us.append((time.thread_time() - cpu) * 1e6)
