@@ -329,13 +329,17 @@ def test_a_rehearsal_runs_every_part_to_its_end(tmp_path):
 @pytest.mark.targets
 @pytest.mark.slow
 def test_a_step_sets_two_kernels_anew_and_no_child_graph(capfd):
-    """XLA's real GPU client on a driver that does nothing. The two read the host's buffer and write the output."""
+    """XLA's real GPU client on a driver that does nothing. The two read the host's buffer and write the output. Those that
+    read weights are set anew, too, when another model has the turn."""
     if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         pytest.skip("needs jax's CUDA plug-in")
     assert lab_dispatch.main(["--model", "demo"]) == 0
     rows = [line.strip("| ").split(" | ") for line in capfd.readouterr().out.splitlines() if line.startswith("| demo,")]
-    assert [row[0] for row in rows] == ["demo, 8 rows, greedy", "demo, 8 rows, sample", "demo, 64 rows, greedy"]
-    assert [row[1:5] for row in rows] == 3 * [["2", "0", "0", "2"]]
+    found = {row[0]: row[1:5] for row in rows}
+    of_weights = found.pop("demo, 8 rows, greedy, 2 models in turns")
+    assert list(found) == ["demo, 8 rows, greedy", "demo, 8 rows, sample", "demo, 64 rows, greedy"]
+    assert list(found.values()) == 3 * [["2", "0", "0", "2"]]
+    assert 2 < int(of_weights[0]) <= 40 and of_weights[1:3] == ["0", "0"]
 
 
 def test_without_the_plug_in_the_bench_of_dispatches_says_so(monkeypatch, capsys):
