@@ -107,12 +107,8 @@ class SharedMemory:
 # Compute capability -> sizes. Source: CUDA C++ programming guide, table of technical specifications.
 SHARED_MEMORY = {
     (8, 0): SharedMemory(per_cta=163 * KIB, per_multiprocessor=164 * KIB),
-    (8, 6): SharedMemory(per_cta=99 * KIB, per_multiprocessor=100 * KIB),
-    (8, 9): SharedMemory(per_cta=99 * KIB, per_multiprocessor=100 * KIB),
-    (9, 0): SharedMemory(per_cta=227 * KIB, per_multiprocessor=228 * KIB),
-    (10, 0): SharedMemory(per_cta=227 * KIB, per_multiprocessor=228 * KIB),
-    (10, 3): SharedMemory(per_cta=227 * KIB, per_multiprocessor=228 * KIB),
-    (12, 0): SharedMemory(per_cta=99 * KIB, per_multiprocessor=100 * KIB),
+    **dict.fromkeys([(8, 6), (8, 9), (12, 0)], SharedMemory(per_cta=99 * KIB, per_multiprocessor=100 * KIB)),
+    **dict.fromkeys([(9, 0), (10, 0), (10, 3)], SharedMemory(per_cta=227 * KIB, per_multiprocessor=228 * KIB)),
 }
 
 
@@ -156,7 +152,7 @@ class GpuChip:
     num_multiprocessors: int
     clock_hz: float  # boost clock
     # The driver's total memory; jax's pool is a share of it. The number of GB in the data sheet equals the driver's
-    # number of GiB within half a percent, except where ECC takes a sixteenth of GDDR memory (L4: 22.5 of 24).
+    # number of GiB within half a percent, except where ECC takes a sixteenth of GDDR memory (A10, L4: 22.5 of 24).
     memory_gib: float
     memory_bytes_per_s: float
     l2_bytes: int
@@ -188,6 +184,7 @@ GPUS = {
     for chip in (
         #        name      device kind                 arch    SMs  clock    GiB   bytes/s  L2        bf16 FLOP/s
         GpuChip("a100",    "NVIDIA A100-SXM4-80GB",    (8, 0), 108, 1.410e9,  80.0, 2039e9,  40 * MIB,  312e12),
+        GpuChip("a10",     "NVIDIA A10",               (8, 6),  72, 1.695e9,  22.5,  600e9,   6 * MIB,  125e12),
         GpuChip("l4",      "NVIDIA L4",                (8, 9),  58, 2.040e9,  22.5,  300e9,  48 * MIB,  121e12),
         GpuChip("h100",    "NVIDIA H100 80GB HBM3",    (9, 0), 132, 1.980e9,  80.0, 3350e9,  50 * MIB,  989e12),
         GpuChip("h200",    "NVIDIA H200",              (9, 0), 132, 1.980e9, 141.0, 4800e9,  50 * MIB,  989e12),

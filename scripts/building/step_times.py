@@ -40,6 +40,7 @@ LINKS = {
     "v6e": Link(400e9, 8e-6),
     "tpu7x": Link(300e9, 8e-6),
     "a100": Link(300e9, 15e-6),
+    "a10": Link(32e9, 25e-6),
     "l4": Link(32e9, 25e-6),
     "h100": Link(450e9, 15e-6),
     "h200": Link(450e9, 15e-6),

@@ -182,3 +182,12 @@ def test_registers_of_products_under_way_are_left_alone(turn, early):
 
 def sass(text: str) -> str:
     return f"   -:-:-:Y:02        /*0000*/                   {text}"
+
+
+def test_an_unknown_asynchronous_product_is_an_error():
+    with pytest.raises(ValueError, match="not known: which registers are used by 'UTCHMMA"):
+        early_uses(
+            "\n".join(
+                map(sass, ["@P0 UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR8], tmem[UR10], idesc[UR11], UP0", "EXIT"])
+            )
+        )

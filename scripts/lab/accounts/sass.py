@@ -18,6 +18,7 @@ _BRANCH = re.compile(r"(?:(@!?U?P\w+)\s+)?BRA\S*\s.*?(\.L_x_\d+)")
 _EXIT = re.compile(r"EXIT\b")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\d+\S* R(\d+), (?:R(\d+), )?")  # columns, accumulator, left operand
+_ASYNCHRONOUS = re.compile(r"[A-Z]GMMA\b|UTC\w*MMA\b")  # products that an instruction starts and does not end
 _REGISTER = re.compile(r"\bR(\d+)\b")
 _RESULT = re.compile(r"(\S+)\s+(?:U?PT?\d*, )*R(\d+)(?!\S*\])")  # what is written is named first, after predicates
 _WITHOUT_RESULT = ("ST", "RED", "SYNCS", "R2UR", "BAR", "UTMA", "BRA", "HGMMA", "ISETP", "FSETP", "PLOP3", "LOP3.LUT P")
@@ -62,8 +63,14 @@ def early_uses(sass: str) -> list[str]:
     """The instructions that write to a left operand, or touch an accumulator, of products that may be under way.
 
     PTX leaves open what happens then. The tensor cores read a left operand late if another warpgroup keeps them busy.
+
+    Raises:
+        ValueError: there is an asynchronous product whose registers are not known.
     """
     code = _Code(sass)
+    for text in (_PREDICATE.sub("", text.strip()) for text in code.texts):
+        if _ASYNCHRONOUS.match(text) and not _PRODUCT.match(text):
+            raise ValueError(f"not known: which registers are used by {text!r}")
     under_way: list[tuple[frozenset[int], frozenset[int]] | None] = [None] * len(code.texts)  # before each instruction
     waiting = [(0, (frozenset[int](), frozenset[int]()))]
     while waiting:

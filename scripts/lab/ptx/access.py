@@ -56,7 +56,9 @@ def store(ins: Instruction, d: Decoder) -> Execute:
     address, gets = d.address(ins.operands[0]), d.sources(ins.operands[1], dtype)
 
     def run(w: Warp) -> None:
-        values = np.stack([get(w).view(bits) for get in gets], 1)
+        values = np.empty((32, len(gets)), bits)
+        for i, get in enumerate(gets):
+            values[:, i] = get(w).view(bits)
         w.block.memory.store(w, address(w), values.view(np.uint8), space)
 
     return run

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.lab.ptx.decode import BITS, DTYPES, Decoder, Execute, op
+from scripts.lab.ptx.decode import BITS, DTYPES, FULL, Decoder, Execute, op
 from scripts.lab.ptx.isa import Immediate, Instruction, Register, Vector, Warp
 
 _WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
@@ -24,9 +24,16 @@ def _same_type(*names: str) -> Callable:
     def register(of: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         def make(ins: Instruction, d: Decoder) -> Execute:
             dtype = ins.parts[-1]
-            put = d.target(ins.operands[0], dtype)
+            target, put = ins.operands[0], d.target(ins.operands[0], dtype)
             gets = [d.source(operand, dtype) for operand in ins.operands[1:]]
-            return lambda w: put(w, of(*[get(w) for get in gets]))
+            if not (isinstance(of, np.ufunc) and isinstance(target, Register) and target.bank[1:] == dtype[1:]):
+                return lambda w: put(w, of(*[get(w) for get in gets]))
+            row = target.row
+
+            def run(w: Warp) -> None:  # without an array for the results
+                of(*[get(w) for get in gets], out=w.views[dtype][row], where=True if w.bits == FULL else w.mask)
+
+            return run
 
         op(*names)(make)
         return of
@@ -36,7 +43,7 @@ def _same_type(*names: str) -> Callable:
 
 def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """In one rounding, up to those rare results that float64 rounds first."""
-    return (a.astype(np.float64) * b + c).astype(np.float32)
+    return np.add(np.multiply(a, b, dtype=np.float64), c).astype(np.float32)
 
 
 for _names, _of in {
@@ -260,8 +267,8 @@ def approximate(ins: Instruction, d: Decoder) -> Execute:
     put, get, is_log = d.target(ins.operands[0], "f32"), d.source(ins.operands[1], "f32"), ins.parts[0] == "lg2"
 
     def run(w: Warp) -> None:
-        x = _flushed(get(w).astype(np.float64))
-        y, error = np.log2(x) if is_log else np.exp2(x), _EX2_ERROR * _noise(w, get(w))
+        x = _flushed(get(w))
+        y, error = (np.log2 if is_log else np.exp2)(x, dtype=np.float64), _EX2_ERROR * _noise(w, get(w))
         y = y + error if is_log else y * (1 + error)
         put(w, _flushed(y).astype(np.float32))
 

@@ -24,6 +24,7 @@ from scripts.lab.accounts.specs import make_spec
 from scripts.lab.accounts.targets import gpu_target
 from scripts.lab.ptx import launch, machine
 from scripts.lab.ptx.hazards import Hazard
+from scripts.lab.ptx.isa import Instruction
 from scripts.lab.ptx.launch import KernelCall, executed
 from scripts.lab.ptx.parse import parse
 
@@ -74,6 +75,25 @@ SHAPES = {
     "int8 decodes in parts": Shape(rows=((1, 1), (1, 300), (1, 65)), heads=(8, 2, 128), page_size=16, kv_dtype="int8"),
     "float16, a later layer": Shape(rows=((1, 20), (5, 40)), heads=(4, 1, 64), dtype="float16", first_page=3),
 }
+COVERING = ("combine", "several tiles", "int8")  # these execute nearly every instruction of every form
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """Which instructions of a kernel have been executed."""
+
+    name: str
+    code: tuple[Instruction, ...]
+    executed: bytearray  # by the instruction's index: 1, or 0
+
+    def __str__(self) -> str:
+        return f"{self.name}: {sum(self.executed)} of {len(self.code)} instructions"
+
+    @property
+    def left_out(self) -> list[str]:
+        """The others, as lines with their places in the kernel's source."""
+        left = [ins for ins, seen in zip(self.code, self.executed, strict=True) if not seen]
+        return [f"    line {ins.line} ({ins.source}): {ins.text}" for ins in left]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +102,7 @@ class Findings:
 
     hazards: tuple[tuple[str, Hazard], ...] = ()  # with the kernel's name
     wrong: tuple[str, ...] = ()
+    coverage: tuple[Coverage, ...] = ()
 
     def __str__(self) -> str:
         more = len(self.hazards) - SHOWN
@@ -160,6 +181,14 @@ class Case:
                 pages[self.table[row, places // size] + first, half, :, places % size] = values
         return pages
 
+    def owner(self, page: int, slot: int) -> str:
+        """Whose place in the pages this is."""
+        for row, (_, keys) in enumerate(self.shape.rows):
+            for at in np.flatnonzero(self.table[row] + self.shape.first_page == page) * self.shape.page_size + slot:
+                if at < keys:
+                    return f"of token {at} of row {row}"
+        return "which is no token's"
+
     def expected(self) -> np.ndarray:
         """f64[real tokens, N, H]: attention in float64 over the values as they are stored."""
         num_heads, num_kv_heads, _ = self.shape.heads
@@ -192,6 +221,8 @@ def run(
     ways: Iterable[machine.Schedule],
     forms: Iterable[str] = FORMS,
     edit: Callable[[str], str] = str,
+    *,
+    mma_only: bool = False,
 ) -> Findings:
     """Executes the kernels of a step; those of `forms` under every schedule, others under the first.
 
@@ -199,6 +230,7 @@ def run(
 
     Args:
         edit: changes the PTX of each kernel.
+        mma_only: as on a Hopper chip whose kernels do without wgmma.
     """
     target, ways = gpu_target(target_name), list(ways)
     gpu = device.Gpu(arch=target.chip.arch, num_multiprocessors=shape.multiprocessors)
@@ -206,15 +238,23 @@ def run(
     hazards: dict[tuple[str, str, int], tuple[str, Hazard]] = {}
     wrong: list[str] = []
     of_nan: dict[str, None] = {}
+    writers: dict[str, int] = {}  # the places in the source that write the output, with a line of the PTX
+    coverage: list[Coverage] = []
 
     def execute(call: KernelCall) -> list[np.ndarray]:
         first: list[np.ndarray] = []
+        code = call.compiled.kernel.instructions
+        coverage.append(Coverage(name=call.name, code=code, executed=bytearray(len(code))))
         for way in ways if call.name.split("_")[1] in forms else ways[:1]:
             started, outputs = call.launch()
             ran = machine.Machine(started, way)
             for hazard in ran.run():
                 hazards.setdefault((call.name, hazard.kind, hazard.ins.index), (call.name, hazard))
             of_nan.update(dict.fromkeys(f"{call.name} line {ins.line} ({ins.source})" for ins in ran.made_nan))
+            for index in np.flatnonzero(ran.program.executed):
+                coverage[-1].executed[index] = 1
+            for ins in (ins for array in outputs if array.name == "output" for ins in array.written_by.values()):
+                writers.setdefault(f"{call.name} ({ins.source})", ins.line)
             results = [array.value for array in outputs]
             if first and not all(map(_agree, first, results)):
                 wrong.append(f"{call.name}: other results under {way}")
@@ -227,28 +267,39 @@ def run(
         patches.enter_context(mock.patch.object(tuning, "MIN_DECODE_KEYS", SHORTEST_PART))
         if shape.parts is not None:
             patches.enter_context(mock.patch.object(tuning, "prefill_parts", return_value=shape.parts))
-        output, pages = _step(case)
+        output, pages = _step(case, mma_only=mma_only)
     error = np.abs(output[: case.num_real].astype(np.float64) - case.expected()).max(initial=0.0)
     if not error <= TOLERANCE:
-        wrong.append(f"the output is off by {error:g}")
+        places = ", ".join(f"{where} line {line}" for where, line in writers.items())
+        why = ", in 16-byte chunks that have each other's places, as under another swizzle"
+        displaced = why if _has_displaced_chunks(output[: case.num_real], case.expected()) else ""
+        wrong.append(f"the output is off by {error:g}{displaced}; it is written by {places}")
     if not np.isfinite(output.astype(np.float32)).all():
         why = f": products of weights 0 with NaN, not masked: {', '.join(of_nan)}" if of_nan else ""
         wrong.append(f"the output is not finite{why}")
-    if pages.tobytes() != case.pages(with_step=True).tobytes():
-        wrong.append("the pages are wrong")
-    return Findings(hazards=tuple(hazards.values()), wrong=tuple(wrong))
+    differing = np.argwhere((pages.view(np.uint8) != case.pages(with_step=True).view(np.uint8)).any((1, 2, 4)))
+    if len(differing):
+        first = ", ".join(f"page {page}, slot {slot}, {case.owner(page, slot)}" for page, slot in differing[:3])
+        wrong.append(f"the pages are wrong in {len(differing)} slots: {first}")
+    return Findings(hazards=tuple(hazards.values()), wrong=tuple(wrong), coverage=tuple(coverage))
+
+
+def _has_displaced_chunks(output: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether each 128 bytes are right, but for the order of their 16-byte chunks in the manner of a swizzle."""
+    found, right = (x.astype(np.float64).reshape(-1, 8, 8) for x in (output, expected))
+    orders = [np.arange(8) ^ k for k in range(8)]
+    return bool(np.any([(abs(found[:, order] - right) <= TOLERANCE).all((1, 2)) for order in orders], axis=0).all())
 
 
 def _agree(a: np.ndarray, b: np.ndarray) -> bool:
     return np.allclose(a.astype(np.float64), b.astype(np.float64), atol=TOLERANCE, rtol=TOLERANCE, equal_nan=True)
 
 
-def _step(case: Case) -> tuple[np.ndarray, np.ndarray]:
+def _step(case: Case, *, mma_only: bool) -> tuple[np.ndarray, np.ndarray]:
     shape, spec = case.shape, case.spec
-    metadata = attention.make_metadata(
-        case.batch, spec, num_tokens=case.num_tokens, decode_only=shape.decode_only, spec_decode=shape.spec_decode
-    )
-    operation: Any = partial(attention.append_and_attend, spec=spec, interpret=False)
+    kinds = {"decode_only": shape.decode_only, "spec_decode": shape.spec_decode, "mma_only": mma_only}
+    metadata = attention.make_metadata(case.batch, spec, num_tokens=case.num_tokens, **kinds)
+    operation: Any = partial(attention.append_and_attend, spec=spec, interpret=False, mma_only=mma_only)
     arrays = [case.queries, *case.step, case.pages(with_step=False)]
     if spec.has_kv_scales:
         operation = quantised.with_scales(operation, spec.kv_dtype)

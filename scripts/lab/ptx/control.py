@@ -89,11 +89,8 @@ def meet(w: Warp, name: int, threads: int, *, waits: bool) -> None:
 
     complete()
     if waits:
-        w.wait(
-            complete,
-            f"barrier {name} ({len(here.arrived)} warps have arrived)",
-            lambda: w.join(here.clock, here.fenced),
-        )
+        what = f"barrier {name} (warps that have arrived: "
+        w.wait(complete, lambda: f"{what}{here.arrived})", lambda: w.join(here.clock, here.fenced))
 
 
 def reconvergence(kernel: Kernel) -> dict[int, int]:

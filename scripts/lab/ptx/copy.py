@@ -23,23 +23,22 @@ def copy(ins: Instruction, d: Decoder) -> Execute:
 
     def run(w: Warp) -> None:
         memory, shared, groups = w.block.memory, w.block.shared, Groups.of(w, "cp.async")
-        assert shared.shadow is not None
-        goals = np.zeros((32, width), np.int64)
+        goals = np.zeros(32, np.int64)
         copied = np.zeros(32, bool)  # whose places are in bounds
-        for _, lanes, offsets in memory.places(w, to(w), width, "shared", "writes"):
-            goals[lanes], copied[lanes] = offsets, True
+        for _, lanes, starts in memory.places(w, to(w), width, "shared", "writes"):
+            goals[lanes], copied[lanes] = starts, True
         moves = []
-        for array, lanes, offsets in memory.places(w, source(w), width, "global", "reads"):
-            memory.check_defined(w, array, offsets, lanes)
+        for array, lanes, starts in memory.places(w, source(w), width, "global", "reads"):
+            memory.check_defined(w, array, starts, width, lanes)
             here = copied[lanes]
-            moves.append((array, offsets[here], goals[lanes[here]]))
+            moves.append((array, starts[here], goals[lanes[here]]))
         time = groups.committed + 1
-        shared.shadow.write_async(w, goals[copied], groups.component, time, proxy="generic")
-        shared.defined[goals[copied]] = True
+        w.block.shadow.write_async(w, goals[copied], groups.component, time, width=width, proxy="generic")
+        shared.define(goals[copied], width)
 
         def land() -> None:
-            for array, offsets, goal in moves:
-                shared.data[goal] = array.data[offsets]
+            for array, starts, goal in moves:
+                shared.put(goal, array.get(starts, width))
 
         w.block.launch(Work(ins, f"a copy of warp {w.index}", land, component=groups.component, time=time))
 

@@ -67,74 +67,92 @@ class Clocks:
 
 
 class Shadow:
-    """The last accesses to each byte of an array."""
+    """The last accesses to each grain of an array. A grain has the bytes of the narrowest access so far, 16 at most.
+
+    Accesses begin at offsets `starts`, which are multiples of their `width` in bytes.
+    """
 
     def __init__(self, size: int, clocks: Clocks, name: str) -> None:
-        self.clocks, self.name, self.size = clocks, name, size
-        self.writer = np.zeros(size, np.int16)  # components
-        self.written = np.zeros(size, np.int32)  # times; 0: never
-        self.write_line = np.zeros(size, np.int32)
-        self.reads: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by component: times, lines
+        self.clocks, self.name, self.shift = clocks, name, 4  # a grain has 1 << shift bytes
+        self.writes = np.zeros((3, size >> 4), np.int64)  # component, time, and line; time 0: never
+        self.reads: dict[int, np.ndarray] = {}  # by component: times << 32 | lines
+        self.last_write, self.last_read = np.zeros((2, MAX_COMPONENTS), np.int64)  # times by component
 
-    def read(self, warp: Warp, offsets: np.ndarray) -> None:
+    def read(self, warp: Warp, starts: np.ndarray, width: int) -> None:
         """A warp reads bytes through the generic proxy."""
-        self._check_writes(warp, offsets, warp.clock, "reads")
-        self._stamp_read(warp, offsets, warp.component, int(warp.clock[warp.component]))
+        at = self._grains(starts, width)
+        self._check_writes(warp, at, warp.clock, "reads")
+        self._stamp_read(warp, at, warp.component, int(warp.clock[warp.component]))
 
-    def write(self, warp: Warp, offsets: np.ndarray) -> None:
+    def write(self, warp: Warp, starts: np.ndarray, width: int) -> None:
         """A warp writes bytes through the generic proxy."""
-        self._check_writes(warp, offsets, warp.clock, "writes")
-        self._check_reads(warp, offsets, warp.clock)
-        self._stamp_write(warp, offsets, warp.component, int(warp.clock[warp.component]))
+        at = self._grains(starts, width)
+        self._check_writes(warp, at, warp.clock, "writes")
+        self._check_reads(warp, at, warp.clock, "writes")
+        self._stamp_write(warp, at, warp.component, int(warp.clock[warp.component]))
 
-    def read_async(self, warp: Warp, offsets: np.ndarray, component: int, time: int, *, proxy: str = "async") -> None:
-        """Work that the warp starts now reads bytes, at the latest when `component` reaches `time`."""
-        self._check_writes(warp, offsets, self._seen(warp, proxy), "starts to read")
-        self._stamp_read(warp, offsets, component, time)
+    def read_async(self, warp: Warp, starts: np.ndarray, component: int, time: int) -> None:
+        """Work that the warp starts now reads 16 bytes at each start, at the latest when `component` reaches `time`."""
+        at = self._grains(starts, 16)
+        self._check_writes(warp, at, self._seen(warp, "async"), "starts to read")
+        self._stamp_read(warp, at, component, time)
 
-    def write_async(self, warp: Warp, offsets: np.ndarray, component: int, time: int, *, proxy: str = "async") -> None:
+    def write_async(
+        self, warp: Warp, starts: np.ndarray, component: int, time: int, *, width: int = 16, proxy: str = "async"
+    ) -> None:
         """Work that the warp starts now writes bytes, at the latest when `component` reaches `time`."""
-        seen = self._seen(warp, proxy)
-        self._check_writes(warp, offsets, seen, "starts to write")
-        self._check_reads(warp, offsets, seen, "starts to write")
-        self._stamp_write(warp, offsets, component, time)
+        at, seen = self._grains(starts, width), self._seen(warp, proxy)
+        self._check_writes(warp, at, seen, "starts to write")
+        self._check_reads(warp, at, seen, "starts to write")
+        self._stamp_write(warp, at, component, time)
+
+    def _grains(self, starts: np.ndarray, width: int) -> np.ndarray:
+        while width < 1 << self.shift:
+            self.shift -= 1
+            self.writes = np.repeat(self.writes, 2, axis=1)
+            self.reads = {component: np.repeat(x, 2) for component, x in self.reads.items()}
+        at, count = starts >> self.shift, width >> self.shift
+        return at if count == 1 else (at[:, None] + np.arange(count)).reshape(-1)
 
     def _seen(self, warp: Warp, proxy: str) -> np.ndarray:
         return warp.clock if proxy == "generic" else np.where(self.clocks.asynchronous, warp.clock, warp.fenced)
 
-    def _stamp_read(self, warp: Warp, offsets: np.ndarray, component: int, time: int) -> None:
+    def _stamp_read(self, warp: Warp, at: np.ndarray, component: int, time: int) -> None:
         if component not in self.reads:
-            self.reads[component] = np.zeros(self.size, np.int32), np.zeros(self.size, np.int32)
-        times, lines = self.reads[component]
-        times[offsets] = time
-        lines[offsets] = warp.line
+            self.reads[component] = np.zeros_like(self.writes[0])
+        self.reads[component][at] = time << 32 | warp.line
+        self.last_read[component] = time
 
-    def _stamp_write(self, warp: Warp, offsets: np.ndarray, component: int, time: int) -> None:
-        self.writer[offsets] = component
-        self.written[offsets] = time
-        self.write_line[offsets] = warp.line
+    def _stamp_write(self, warp: Warp, at: np.ndarray, component: int, time: int) -> None:
+        self.writes[:, at] = [[component], [time], [warp.line]]
+        self.last_write[component] = time
 
-    def _check_writes(self, warp: Warp, offsets: np.ndarray, seen: np.ndarray, does: str) -> None:
-        early = self.written[offsets] > seen[self.writer[offsets]]
+    def _check_writes(self, warp: Warp, at: np.ndarray, seen: np.ndarray, does: str) -> None:
+        if (self.last_write <= seen).all():
+            return
+        components, times, _ = self.writes
+        early = times[at] > seen[components[at]]
         if early.any():
-            byte = int(offsets[early][0])
-            self._report(warp, byte, int(self.writer[byte]), int(self.write_line[byte]), does, "written", seen)
+            grain = int(at[early][0])
+            component, _, line = self.writes[:, grain].tolist()
+            self._report(warp, grain, component, line, does, "written", seen)
 
-    def _check_reads(self, warp: Warp, offsets: np.ndarray, seen: np.ndarray, does: str = "writes") -> None:
-        for component, (times, lines) in self.reads.items():
-            early = times[offsets] > seen[component]
+    def _check_reads(self, warp: Warp, at: np.ndarray, seen: np.ndarray, does: str) -> None:
+        for component in np.flatnonzero(self.last_read > seen).tolist():
+            stamps = self.reads[component][at]
+            early = stamps >> 32 > seen[component]
             if early.any():
-                byte = int(offsets[early][0])
-                self._report(warp, byte, component, int(lines[byte]), does, "read", seen)
+                line = int(stamps[early][0]) & 0xFFFFFFFF
+                self._report(warp, int(at[early][0]), component, line, does, "read", seen)
 
-    def _report(self, warp: Warp, byte: int, component: int, line: int, does: str, done: str, seen: np.ndarray) -> None:
-        other = self.clocks.names[component]
+    def _report(self, warp: Warp, grain: int, who: int, line: int, does: str, done: str, seen: np.ndarray) -> None:
+        other = self.clocks.names[who]
         is_warp = other.startswith("warp ")
-        if is_warp and seen is not warp.clock and warp.clock[component] > seen[component]:
+        if is_warp and seen is not warp.clock and warp.clock[who] > seen[who]:
             kind, why = "proxy", "without a fence.proxy.async since"
         elif is_warp:
             kind, why = "race", "without a barrier between"
         else:
             kind, why = "under way", "whose completion it has not waited for"
         verb = f"{done} by {other} at line {line}"
-        warp.report(kind, f"{does} {self.name} at byte {byte:#x}, {verb} {why}")
+        warp.report(kind, f"{does} {self.name} at byte {grain << self.shift:#x}, {verb} {why}")

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from scripts.lab.ptx.isa import Kernel
+from scripts.lab.ptx.machine import Launch
 from scripts.lab.ptx.memory import Array
 from scripts.lab.ptx.tma import TensorMap
 
@@ -34,19 +36,8 @@ class Pointer:
         return hash((id(self.target), self.offset))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """The launch that the program makes."""
-
-    grid: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int
-    arguments: list[Array]  # that of tensor maps has them by their offsets as `meta`
-
-
-def run(program: str, buffers: list[Array]) -> Call:
-    """The launch for the arrays of a call.
+def run(program: str, kernel: Kernel, buffers: list[Array]) -> Launch:
+    """The launch of the kernel for the arrays of a call. An argument of tensor maps has them as `meta`.
 
     Raises:
         HostError: an instruction is unknown, or nothing is launched.
@@ -54,7 +45,7 @@ def run(program: str, buffers: list[Array]) -> Call:
     function = _FUNCTION.search(program)
     if function is None:
         raise HostError("no function of the host is in the program")
-    host = _Host([Pointer([]), Pointer([]), Pointer(list(buffers))])
+    host = _Host(kernel, [Pointer([]), Pointer([]), Pointer(list(buffers))])
     for line in function[2].splitlines():
         try:
             host.execute(line.strip())
@@ -66,9 +57,10 @@ def run(program: str, buffers: list[Array]) -> Call:
 
 
 class _Host:
-    def __init__(self, arguments: list[Pointer]) -> None:
+    def __init__(self, kernel: Kernel, arguments: list[Pointer]) -> None:
+        self.kernel = kernel
         self.values: dict[str, Any] = {f"%{i}": argument for i, argument in enumerate(arguments)}
-        self.launched: Call | None = None
+        self.launched: Launch | None = None
 
     def execute(self, line: str) -> None:
         line = line.partition(", !")[0]
@@ -141,12 +133,10 @@ class _Host:
         elif match[1] == "mosaic_gpu_launch_kernel":
             sizes, shared, pointers = values[1:10], values[10], values[13]
             places = [pointers.target[at] for at in sorted(pointers.target)]
-            self.launched = Call(
-                grid=tuple(sizes[:3]),
-                cluster=(sizes[3] or 1, sizes[4] or 1, sizes[5] or 1),
-                block=tuple(sizes[6:]),
-                shared_bytes=shared,
-                arguments=[self._argument(place) for place in places],
+            grid, cluster, block = tuple(sizes[:3]), tuple(n or 1 for n in sizes[3:6]), tuple(sizes[6:])
+            arguments = [self._argument(place) for place in places]
+            self.launched = Launch(
+                kernel=self.kernel, grid=grid, cluster=cluster, block=block, shared_bytes=shared, arguments=arguments
             )
         else:
             raise HostError(f"a call of {match[1]}")

@@ -126,4 +126,3 @@ class Kernel:
     shared: tuple[SharedVariable, ...]
     instructions: tuple[Instruction, ...]
     labels: dict[str, int] = field(default_factory=dict)  # the index of the instruction after each
-    threads: int = 128  # of a block

@@ -67,16 +67,7 @@ class KernelCall:
         ]
         for operand, output in aliases.items():
             outputs[output] = arrays[operand]
-        call = host.run(self.compiled.host_program, [*arrays, *outputs])
-        launch = Launch(
-            kernel=self.compiled.kernel,
-            grid=call.grid,
-            cluster=call.cluster,
-            block=call.block,
-            shared_bytes=call.shared_bytes,
-            arguments=call.arguments,
-        )
-        return launch, outputs
+        return host.run(self.compiled.host_program, self.compiled.kernel, [*arrays, *outputs]), outputs
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 
 from scripts.lab.ptx import access, alu, copy, mbarrier, memory, shuffles, tensor, tma, wgmma  # noqa: F401, they register
 from scripts.lab.ptx.control import reconvergence
-from scripts.lab.ptx.decode import DTYPES, FULL, Decoder, Execute, family_of, uses
+from scripts.lab.ptx.decode import BANKS, DTYPES, FULL, Decoder, Execute, family_of, uses
 from scripts.lab.ptx.hazards import MAX_COMPONENTS, Clocks, Hazard, Shadow
 from scripts.lab.ptx.isa import Instruction, Kernel, Parameter
 from scripts.lab.ptx.memory import MIDDLE, SHARED_BASE, WINDOW_BITS, Array, Memory
@@ -39,9 +39,7 @@ class Launch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
-    arguments: list[
-        Any
-    ]  # in the order of the kernel's parameters: arrays, numbers, tensor maps by their offsets in one
+    arguments: list[Any]  # as the kernel's parameters: arrays, numbers, tensor maps by their offsets in one
     cluster: tuple[int, int, int] = (1, 1, 1)
 
 
@@ -76,15 +74,14 @@ class Program:
         decoder = Decoder(kernel, symbols)
         self.meets = reconvergence(kernel)
         self.code = [self._decoded(ins, decoder) for ins in kernel.instructions]
-        self.rows = {
-            bank: [r.row for r in kernel.registers if r.bank == bank] for bank in ("pred", "b16", "b32", "b64")
-        }
+        self.executed = bytearray(len(self.code))  # 1 for those that some lane has executed
+        self.rows = {bank: [r.row for r in kernel.registers if r.bank == bank] for bank in BANKS}
 
     def parameter(self, name: str) -> bytes:
         """The bytes of a parameter."""
         match self.arguments[name]:
             case Array(inline=True) as array:
-                return array.data.tobytes()
+                return array.words[1].tobytes()
             case Array() as array:
                 return array.base.to_bytes(8, "little")
             case value:
@@ -112,6 +109,8 @@ class Views(dict):
         super().__init__()
         self.count = count
         self.banks = {bank: (here, np.zeros((len(here), 32), DTYPES[bank])) for bank, here in rows.items()}
+        self.words: np.ndarray = self.banks["b32"][1]  # all registers of 32 bits
+        self.floats = self.words.view(np.float32)
 
     def __missing__(self, dtype: str) -> list[Any]:
         found: list[Any] = [None] * self.count
@@ -140,7 +139,7 @@ class Warp:
         self.threads = index * 32 + np.arange(32)
         self.stack = [[0, FULL, -1]]  # pc, lanes, where they meet the others
         self.done = False
-        self.waiting: tuple[Callable[[], bool], object, Callable[[], None] | None] | None = None
+        self.waiting: tuple[Callable[[], bool], Callable[[], str], Callable[[], None]] | None = None
         self.now = block.program.code[0]
         self.bits, self.mask = FULL, np.ones(32, bool)
         self._active_bits, self._active = FULL, np.ones(32, bool)
@@ -161,9 +160,9 @@ class Warp:
         """The values of a special register."""
         return self.block.special(name, self.threads)
 
-    def wait(self, condition: Callable[[], bool], description: object, then: Callable[[], None] | None = None) -> None:
-        """The warp goes on after this instruction once the condition holds; `then` is called first."""
-        self.waiting = condition, description, then
+    def wait(self, condition: Callable[[], bool], what: Callable[[], str], then: Callable[[], None]) -> None:
+        """The warp goes on after this instruction once the condition holds; `then` is called first. `what`: for whom."""
+        self.waiting = condition, what, then
 
     def report(self, kind: str, message: str, lanes: Any = ()) -> None:
         """Reports a hazard of this instruction, once for each kind."""
@@ -240,13 +239,12 @@ class Warp:
             if not condition():
                 return False
             self.waiting = None
-            if then is not None:
-                then()
+            then()
         return True
 
     def run(self, turns: int) -> int:
         """Executes some instructions. Returns how many."""
-        code, defined, stack = self.program.code, self.defined, self.stack
+        code, defined, stack, executed = self.program.code, self.defined, self.stack, self.program.executed
         for turn in range(turns):
             top = stack[-1]
             pc = top[0]
@@ -260,10 +258,11 @@ class Warp:
                 mask = (mask & ~row) if now.ins.negated else (mask & row)
                 bits = bits_of(mask)
             if bits:
+                executed[pc] = 1
                 self.bits, self.mask = bits, mask
                 if now.checks:
                     for row in now.reads:
-                        if bits & ~defined[row]:
+                        if defined[row] != FULL and bits & ~defined[row]:
                             self._unwritten(now.reads, bits)
                             break
                     for row in now.writes:
@@ -306,7 +305,7 @@ class Block:
         self.clocks = Clocks()
         size = self.program.shared_bytes
         self.shared = Array("shared memory", np.zeros(size, np.uint8), defined=False)
-        self.shared.shadow = Shadow(len(self.shared.data), self.clocks, "shared memory")
+        self.shadow = self.shared.shadow = Shadow(len(self.shared.words[1]), self.clocks, "shared memory")
         self.memory = Memory(machine.arrays, self.shared)
         self.state: dict[Any, Any] = {}
         self.works: deque[Work] = deque()
@@ -379,7 +378,7 @@ class Block:
         stuck = [warp for warp in self.warps if not warp.done]
         waits: dict[str, list[str]] = {}
         for warp in stuck:
-            waits.setdefault(str(warp.waiting[1]) if warp.waiting else "nothing", []).append(str(warp.index))
+            waits.setdefault(warp.waiting[1]() if warp.waiting else "nothing", []).append(str(warp.index))
         reasons = "; ".join(f"warp {', '.join(warps)} waits for {what}" for what, warps in waits.items())
         stuck[0].report("deadlock", f"no warp can go on: {reasons}")
 
@@ -403,7 +402,7 @@ class Machine:
         behind_maps = [each.array for x in arguments if isinstance(x, Array) and x.meta for each in x.meta.values()]
         self.arrays = list({id(a): a for a in [*arguments, *behind_maps] if isinstance(a, Array)}.values())
         for window, array in enumerate(self.arrays, start=1):
-            array.base, array.writers = (window << WINDOW_BITS) + MIDDLE, None
+            array.base = (window << WINDOW_BITS) + MIDDLE
         self.program, self.schedule = Program(launch, arguments), schedule
         self.rng = np.random.default_rng(schedule.seed)
         self.hazards: dict[tuple[str, int], Hazard] = {}

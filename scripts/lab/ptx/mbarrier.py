@@ -12,7 +12,7 @@ import numpy as np
 
 from scripts.lab.ptx.decode import Decoder, Execute, op
 from scripts.lab.ptx.isa import Block, Immediate, Instruction, Warp
-from scripts.lab.ptx.memory import BYTES, SHARED_BASE
+from scripts.lab.ptx.memory import SHARED_BASE
 
 _SIZE = 8
 MOST_BYTES = (1 << 20) - 1  # of the tx-count
@@ -85,9 +85,7 @@ def found_at(w: Warp, address: int, *, by_copy: bool = False) -> Mbarrier | None
     if here is None:
         w.report("mbarrier", f"there is no mbarrier at {address:#x}")
         return None
-    offsets, shadow = address - SHARED_BASE + BYTES[:_SIZE], w.block.shared.shadow
-    assert shadow is not None
-    shadow.read(w, offsets)
+    w.block.shadow.read(w, np.array([address - SHARED_BASE]), _SIZE)
     if by_copy and not here.is_fenced:
         w.report("proxy", f"warp {here.initialised_by} has executed no fence after its mbarrier.init of {here}")
     return here
@@ -134,7 +132,7 @@ def arrive(ins: Instruction, d: Decoder) -> Execute:
             if here := found_at(w, shared_address(w, int(place))):
                 total = int(numbers[lanes].sum())
                 if expects:
-                    here.bytes += total
+                    here.add_bytes(w, total)
                 here.arrive(w, int(lanes.sum()) if expects else total)
                 put(w, np.full(32, here.phases, np.uint64))
 
@@ -144,11 +142,8 @@ def arrive(ins: Instruction, d: Decoder) -> Execute:
 @op("mbarrier.try_wait.parity")
 def wait(ins: Instruction, d: Decoder) -> Execute:
     """Waits for the end of the phase with this parity: the current one, or the one before, which has ended."""
-    put, address, parity = (
-        d.target(ins.operands[0], "pred"),
-        d.address(ins.operands[1]),
-        d.source(ins.operands[2], "u32"),
-    )
+    put, address = d.target(ins.operands[0], "pred"), d.address(ins.operands[1])
+    parity, where = d.source(ins.operands[2], "u32"), ins.source or ins.line
 
     def run(w: Warp) -> None:
         places, wanted = address(w)[w.mask], parity(w)[w.mask]
@@ -166,21 +161,9 @@ def wait(ins: Instruction, d: Decoder) -> Execute:
             here.waiters.add(w.index)
             put(w, np.ones(32, bool))
 
-        w.wait(lambda: here.phases & 1 != odd, _Wait(here, odd, ins), seen)
+        w.wait(lambda: here.phases & 1 != odd, lambda: f"a phase of parity {odd} at {where} of {here}", seen)
 
     return run
-
-
-@dataclass(frozen=True)
-class _Wait:
-    """A wait, described when it is known to be forever."""
-
-    barrier: Mbarrier
-    parity: int
-    ins: Instruction
-
-    def __str__(self) -> str:
-        return f"a phase of parity {self.parity} at {self.ins.source or self.ins.line} of {self.barrier}"
 
 
 @op("fence.proxy.async", "fence.mbarrier_init", writes=0)
@@ -224,6 +207,7 @@ def set_registers(ins: Instruction, d: Decoder) -> Execute:
         def take() -> None:
             pool[w.index] = wanted
 
-        w.wait(fits, f"{wanted} registers for each thread; the block has {whole} for its warps, with {pool}", take)
+        what = f"{wanted} registers for each thread; the block has {whole} for its warps, with"
+        w.wait(fits, lambda: f"{what} {pool}", take)
 
     return run

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from scripts.lab.ptx.hazards import Shadow
-from scripts.lab.ptx.isa import Warp
+from scripts.lab.ptx.isa import Instruction, Warp
 
 WINDOW_BITS = 40
 SHARED_WINDOW = 0x7F  # of generic addresses
@@ -32,22 +32,45 @@ class Array:
         padded = np.full(-(-self.size // 16) * 16, POISON, np.uint8)
         if defined:
             padded[: self.size] = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        self.data = padded
-        self.defined = np.full(len(padded), defined)
+        self.words = {size: padded.view(f"u{size}") for size in _WHOLE}  # what it holds
+        self.is_whole = defined  # from the start
+        marks = np.full(len(padded), defined)
+        self.defined = {size: marks.view(f"u{size}") for size in _WHOLE}  # 1 in each byte that may be read
         self.shadow: Shadow | None = None
-        self.writers: np.ndarray | None = None  # of global memory: block and warp that wrote a byte, 0 for none
+        self.writers = np.zeros(len(padded), np.int32)  # of global memory: block and warp that wrote a byte, 0: none
+        self.written_by: dict[int, Instruction] = {}  # by its index
         self.meta: Any = None  # what a tensor map describes
         self.inline = False  # whether its bytes are the parameter itself, and not its address
 
     @property
     def value(self) -> np.ndarray:
         """Its bytes, in the first shape and dtype."""
-        return self.data[: self.size].view(self.dtype).reshape(self.shape)
+        return self.words[1][: self.size].view(self.dtype).reshape(self.shape)
 
-    @property
-    def written(self) -> np.ndarray:
-        """Which elements are defined."""
-        return self.defined[: self.size].reshape(-1, self.dtype.itemsize).all(1).reshape(self.shape)
+    def get(self, starts: np.ndarray, width: int) -> np.ndarray:
+        """Bytes at multiples of their width, u8[starts, width]."""
+        size, places = _words(starts, width)
+        return self.words[size][places].view(np.uint8)
+
+    def put(self, starts: np.ndarray, values: np.ndarray) -> None:
+        """Writes u8[starts, width]."""
+        size, places = _words(starts, values.shape[1])
+        self.words[size][places] = values.view(f"u{size}")
+        self.defined[size][places] = _WHOLE[size]
+
+    def define(self, starts: np.ndarray, width: int) -> None:
+        """Bytes that will be written may be read."""
+        size, places = _words(starts, width)
+        self.defined[size][places] = _WHOLE[size]
+
+
+_WHOLE = {size: np.array(int.from_bytes(b"\1" * size), f"u{size}") for size in (1, 2, 4, 8)}  # words of defined bytes
+
+
+def _words(starts: np.ndarray, width: int) -> tuple[int, np.ndarray]:
+    """The size of the words that an access of this width has, and their numbers [starts, words]."""
+    size = min(width, 8)
+    return size, (starts >> size.bit_length() - 1)[:, None] + BYTES[: width // size]
 
 
 class Memory:
@@ -73,66 +96,63 @@ class Memory:
 
     def load(self, warp: Warp, addresses: np.ndarray, size: int, count: int, space: str) -> np.ndarray:
         """Each lane's bytes, u8[32, size * count]. What may not be read is poison."""
-        width = size * count
-        found = np.full((32, width), POISON, np.uint8)
-        for array, lanes, offsets in self.places(warp, addresses, width, space, "reads"):
-            self.check_defined(warp, array, offsets, lanes)
+        width, found = size * count, None
+        for array, lanes, starts in self.places(warp, addresses, width, space, "reads"):
+            self.check_defined(warp, array, starts, width, lanes)
             if array.shadow is not None:
-                array.shadow.read(warp, offsets)
-            elif array.writers is not None:
-                self._report_others(warp, array, offsets, self._others(warp, array, offsets), "reads")
-            found[lanes] = array.data[offsets]
-        return found
+                array.shadow.read(warp, starts, width)
+            elif array.written_by:
+                self._report_others(warp, array, starts[:, None] + BYTES[:width], "reads")
+            values = array.get(starts, width)
+            if len(lanes) == len(ALL_LANES):
+                return values
+            found = np.full((32, width), POISON, np.uint8) if found is None else found
+            found[lanes] = values
+        return np.full((32, width), POISON, np.uint8) if found is None else found
 
     @staticmethod
-    def check_defined(warp: Warp, array: Array, offsets: np.ndarray, lanes: np.ndarray | None = None) -> None:
-        """Bytes that are read must have been written. `lanes`: those of the rows of `offsets`."""
-        unwritten = ~array.defined[offsets]
-        if unwritten.any():
-            bad = () if lanes is None else lanes[unwritten.any(1)]
-            where = f"reads {array.name} at byte {int(offsets[unwritten][0]):#x}, which was never written"
-            warp.report("unwritten memory", where, bad)
+    def check_defined(warp: Warp, array: Array, starts: np.ndarray, width: int, lanes: Any = ()) -> None:
+        """Bytes that are read must have been written. `lanes`: those of the starts."""
+        if array.is_whole:
+            return
+        size, places = _words(starts, width)
+        bad = (array.defined[size][places] != _WHOLE[size]).any(1)
+        if bad.any():
+            offsets = (starts[bad, None] + BYTES[:width]).reshape(-1)
+            byte = int(offsets[array.defined[1][offsets] == 0][0])
+            where = f"reads {array.name} at byte {byte:#x}, which was never written"
+            warp.report("unwritten memory", where, lanes[bad] if len(lanes) else ())
 
     def store(self, warp: Warp, addresses: np.ndarray, values: np.ndarray, space: str) -> None:
         """Writes u8[32, bytes]."""
-        for array, lanes, offsets in self.places(warp, addresses, values.shape[1], space, "writes"):
-            self.write(warp, array, offsets, values[lanes])
+        for array, lanes, starts in self.places(warp, addresses, values.shape[1], space, "writes"):
+            self.write(warp, array, starts, values if len(lanes) == len(ALL_LANES) else values[lanes])
 
-    def write(self, warp: Warp, array: Array, offsets: np.ndarray, values: np.ndarray) -> None:
-        """Writes bytes of an array through the generic proxy. The offsets must be in bounds."""
+    def write(self, warp: Warp, array: Array, starts: np.ndarray, values: np.ndarray) -> None:
+        """Writes bytes of an array through the generic proxy. The places must be in bounds."""
         if array.shadow is not None:
-            array.shadow.write(warp, offsets)
+            array.shadow.write(warp, starts, values.shape[1])
         else:
-            self.claim(warp, array, offsets, values)
-        array.data[offsets] = values
-        array.defined[offsets] = True
+            self.claim(warp, array, starts, values)
+        array.put(starts, values)
 
-    def claim(self, warp: Warp, array: Array, offsets: np.ndarray, values: np.ndarray | None = None) -> None:
+    def claim(self, warp: Warp, array: Array, starts: np.ndarray, values: np.ndarray) -> None:
         """Notes that the warp writes bytes of global memory.
 
-        Warps may write the same `values`: whichever comes last, it is the same (PTX ISA, "Data-races" of uniform size).
+        Warps may write the same values: whichever comes last, it is the same (PTX ISA, "Data-races" of uniform size).
         """
         if not array.writable:
-            warp.report("write to an input", f"writes {array.name} at byte {int(offsets.flat[0]):#x}")
-        if array.writers is None:
-            array.writers = np.zeros(len(array.data), np.int32)
-        others = self._others(warp, array, offsets)
-        if values is not None:
-            others &= array.data[offsets] != values
-        self._report_others(warp, array, offsets, others, "writes")
+            warp.report("write to an input", f"writes {array.name} at byte {int(starts[0]):#x}")
+        array.written_by[warp.now.ins.index] = warp.now.ins
+        offsets = starts[:, None] + BYTES[: values.shape[1]]
+        self._report_others(warp, array, offsets[array.words[1][offsets] != values], "writes")
         array.writers[offsets] = warp.number
 
     @staticmethod
-    def _others(warp: Warp, array: Array, offsets: np.ndarray) -> np.ndarray:
-        """Which bytes another warp has written."""
-        assert array.writers is not None
-        writers = array.writers[offsets]
-        return (writers != 0) & (writers != warp.number)
-
-    @staticmethod
-    def _report_others(warp: Warp, array: Array, offsets: np.ndarray, others: np.ndarray, does: str) -> None:
+    def _report_others(warp: Warp, array: Array, offsets: np.ndarray, does: str) -> None:
+        """Reports bytes that another warp has written."""
+        others = (array.writers[offsets] != 0) & (array.writers[offsets] != warp.number)
         if others.any():
-            assert array.writers is not None
             byte = int(offsets[others][0])
             other = int(array.writers[byte]) - 1
             who = f"warp {other % 64} of block {other // 64}"
@@ -141,7 +161,7 @@ class Memory:
     def places(
         self, warp: Warp, addresses: np.ndarray, width: int, space: str, does: str
     ) -> list[tuple[Array, np.ndarray, np.ndarray]]:
-        """The arrays that the masked lanes address, their lanes, and the offsets of their bytes [lanes, width].
+        """The arrays that the masked lanes address, their lanes, and where each lane's bytes begin.
 
         Lanes out of bounds, or not aligned to the width, are reported and left out.
         """
@@ -177,13 +197,13 @@ class Memory:
             shape = f"{array.dtype}{list(array.shape)}, {array.size} bytes"
             warp.report("out of bounds", f"{does} {array.name} ({shape}) at byte {offset}", lanes[outside])
             lanes, starts = lanes[~outside], starts[~outside]
-        if (starts & (width - 1)).any():
-            bad = (starts & (width - 1)) != 0
+        within = starts & (width - 1)
+        if within.any():
+            bad = within != 0
             message = f"{does} {width} bytes of {array.name} at byte {int(starts[bad][0]):#x}"
             warp.report("misaligned", message, lanes[bad])
-        if not len(lanes):
-            return []
-        return [(array, lanes, starts[:, None] + BYTES[:width])]
+            lanes, starts = lanes[~bad], starts[~bad]
+        return [(array, lanes, starts)] if len(lanes) else []
 
 
 FULL = 0xFFFFFFFF

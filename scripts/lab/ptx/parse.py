@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from scripts.lab.ptx.isa import (
-    Address,
-    Coordinates,
-    Immediate,
-    Instruction,
-    Kernel,
-    Label,
-    Operand,
-    Parameter,
-    Register,
-    SharedVariable,
-    Sink,
-    Special,
-    Symbol,
-    Vector,
-)
+from scripts.lab.ptx import isa
 
-_ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\)(.*?)\n\{\n", re.DOTALL)
+_ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\).*?\n\{\n", re.DOTALL)
 _PARAMETER = re.compile(r"\.param\s+(?:\.align (\d+)\s+)?\.(\w+)(?:\s+\.ptr\s+(?:\.align \d+)?)?\s+(\w+)(?:\[(\d+)\])?")
 _SHARED = re.compile(r"\.shared\s+(?:\.align (\d+)\s+)?\.\w(\d+)\s+(\w+)(?:\[(\d*)\])?$")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)$", re.DOTALL)
@@ -44,10 +30,10 @@ class _Scope:
     """The names of an inline assembly block: its registers and labels are its own."""
 
     number: int
-    names: dict[str, Register] = field(default_factory=dict)
+    names: dict[str, isa.Register] = field(default_factory=dict)
 
 
-def parse(ptx: str) -> Kernel:
+def parse(ptx: str) -> isa.Kernel:
     """The only kernel of the module.
 
     Raises:
@@ -62,27 +48,26 @@ def parse(ptx: str) -> Kernel:
 class _Reader:
     def __init__(self, ptx: str, entry: re.Match[str]) -> None:
         self.ptx, self.entry = ptx, entry
-        self.registers: list[Register] = []
+        self.registers: list[isa.Register] = []
         self.shared = [_shared(line) for line in re.findall(r"\.shared[^;]*", ptx[: entry.start()])]
-        self.instructions: list[Instruction] = []
+        self.instructions: list[isa.Instruction] = []
         self.labels: dict[str, int] = {}
         self.files = dict(_FILE.findall(ptx))
         self.scopes = [_Scope(0)]
         self.num_scopes = 0
         self.source = ""
 
-    def kernel(self) -> Kernel:
-        name, parameters, attributes = self.entry.groups()
+    def kernel(self) -> isa.Kernel:
+        name, parameters = self.entry.groups()
         for line, text in self._statements():
             try:
                 self._statement(line, text)
-            except (ParseError, StopIteration, KeyError) as error:
+            except (ParseError, IndexError) as error:
                 raise ParseError(f"line {line} of the PTX is not understood: {text!r}: {error}") from error
         target = re.search(r"^\.target (\w+)", self.ptx, re.MULTILINE)
-        threads = re.search(r"\.(?:maxntid|reqntid) (\d+)", attributes)
-        if target is None or threads is None:
-            raise ParseError("the PTX has no .target, or its entry no .maxntid")
-        return Kernel(
+        if target is None:
+            raise ParseError("the PTX has no .target")
+        return isa.Kernel(
             name=name,
             target=target[1],
             parameters=tuple(_parameter(*found) for found in _PARAMETER.findall(parameters)),
@@ -90,7 +75,6 @@ class _Reader:
             shared=tuple(self.shared),
             instructions=tuple(self.instructions),
             labels=self.labels,
-            threads=int(threads[1]),
         )
 
     def _statements(self) -> Iterator[tuple[int, str]]:
@@ -144,7 +128,7 @@ class _Reader:
             for each in every:
                 scope = self.scopes[-1]
                 shown = f"{each}@{scope.number}" if scope.number else each
-                self.registers.append(Register(shown, bank, len(self.registers)))
+                self.registers.append(isa.Register(shown, bank, len(self.registers)))
                 scope.names[each] = self.registers[-1]
 
     def _label(self, name: str) -> str:
@@ -157,13 +141,13 @@ class _Reader:
             raise ParseError("no instruction")
         negation, predicate, opcode, rest = match.groups()
         tokens = _Tokens(rest)
-        operands: list[Operand] = []
-        while tokens.more():
+        operands: list[isa.Operand] = []
+        while tokens:
             operands.append(self._operand(tokens, jump=opcode.startswith("bra")))
-            if tokens.more():
-                tokens.take(",")
+            if tokens:
+                tokens.expect(",")
         self.instructions.append(
-            Instruction(
+            isa.Instruction(
                 index=len(self.instructions),
                 opcode=opcode,
                 operands=tuple(operands),
@@ -175,113 +159,95 @@ class _Reader:
             )
         )
 
-    def _operand(self, tokens: _Tokens, *, jump: bool = False) -> Operand:
-        token = tokens.next()
+    def _operand(self, tokens: _Tokens, *, jump: bool = False) -> isa.Operand:
+        token = tokens.popleft()
         if token == "{":
-            return Vector(self._list(tokens, "}"))
+            return isa.Vector(self._list(tokens, "}"))
         if token == "[":
             return self._address(tokens)
         if jump:
-            return Label(self._label(token))
+            return isa.Label(self._label(token))
         first = self._value(token)
-        if tokens.peek() == "|":
-            tokens.take("|")
-            return Vector((first, self._value(tokens.next())))
-        if tokens.peek() == "+":
-            tokens.take("+")
-            assert isinstance(first, Register | Symbol | Immediate)
-            return Address(first, int(tokens.next(), 0))
+        if tokens.take("|"):
+            return isa.Vector((first, self._value(tokens.popleft())))
+        if tokens.take("+"):
+            assert isinstance(first, isa.Register | isa.Symbol | isa.Immediate)
+            return isa.Address(first, int(tokens.popleft(), 0))
         return first
 
-    def _address(self, tokens: _Tokens) -> Operand:
-        base = self._value(tokens.next())
-        assert isinstance(base, Register | Symbol | Immediate)
-        offset = 0
-        if tokens.peek() == "+":
-            tokens.take("+")
-            offset = int(tokens.next(), 0)
-        if tokens.peek() == ",":
-            tokens.take(",")
-            tokens.take("{")
-            parts = self._list(tokens, "}")
-            tokens.take("]")
-            return Coordinates(Address(base, offset), parts)
-        tokens.take("]")
-        return Address(base, offset)
+    def _address(self, tokens: _Tokens) -> isa.Operand:
+        base = self._value(tokens.popleft())
+        assert isinstance(base, isa.Register | isa.Symbol | isa.Immediate)
+        address = isa.Address(base, int(tokens.popleft(), 0) if tokens.take("+") else 0)
+        coordinates = None
+        if tokens.take(","):
+            tokens.expect("{")
+            coordinates = self._list(tokens, "}")
+        tokens.expect("]")
+        return address if coordinates is None else isa.Coordinates(address, coordinates)
 
-    def _list(self, tokens: _Tokens, end: str) -> tuple[Operand, ...]:
+    def _list(self, tokens: _Tokens, end: str) -> tuple[isa.Operand, ...]:
         found = [self._operand(tokens)]
-        while tokens.peek() == ",":
-            tokens.take(",")
+        while tokens.take(","):
             found.append(self._operand(tokens))
-        tokens.take(end)
+        tokens.expect(end)
         return tuple(found)
 
-    def _value(self, token: str) -> Operand:
+    def _value(self, token: str) -> isa.Operand:
         if token == "_":
-            return Sink()
+            return isa.Sink()
         if re.match(r"0[fFdD]", token) and len(token) in (10, 18):
-            return Immediate(int(token[2:], 16))
+            return isa.Immediate(int(token[2:], 16))
         if re.match(r"-?\d", token):
-            return Immediate(int(token, 0))
+            return isa.Immediate(int(token, 0))
         if register := self._find(token):
             return register
         if token.startswith("%"):
             if not _SPECIAL.match(token):
                 raise ParseError(f"{token} is no register")
-            return Special(token)
-        return Symbol(token)
+            return isa.Special(token)
+        return isa.Symbol(token)
 
-    def _find(self, name: str) -> Register | None:
+    def _find(self, name: str) -> isa.Register | None:
         return next((scope.names[name] for scope in reversed(self.scopes) if name in scope.names), None)
 
-    def _register(self, name: str) -> Register:
+    def _register(self, name: str) -> isa.Register:
         found = self._find(name)
         if found is None:
             raise ParseError(f"{name} is not declared")
         return found
 
 
-class _Tokens:
+class _Tokens(deque[str]):
     """The operands of an instruction, cut into tokens."""
 
     def __init__(self, text: str) -> None:
-        self.found: list[str] = []
+        super().__init__()
         place = 0
         while place < len(text.rstrip()):
             match = _TOKEN.match(text, place)
             if match is None:
                 raise ParseError(f"{text[place:]!r} is no operand")
-            self.found.append(match[1])
+            self.append(match[1])
             place = match.end()
-        self.place = 0
 
-    def more(self) -> bool:
-        return self.place < len(self.found)
+    def take(self, token: str) -> bool:
+        """Whether this token is the next one, which it then leaves out."""
+        return bool(self) and self[0] == token and bool(self.popleft())
 
-    def peek(self) -> str:
-        return self.found[self.place] if self.more() else ""
-
-    def next(self) -> str:
-        if not self.more():
-            raise ParseError("an operand is missing")
-        self.place += 1
-        return self.found[self.place - 1]
-
-    def take(self, token: str) -> None:
-        found = self.next()
-        if found != token:
-            raise ParseError(f"{found!r} is where {token!r} should be")
+    def expect(self, token: str) -> None:
+        if not self.take(token):
+            raise ParseError(f"{token!r} is missing")
 
 
-def _parameter(align: str, kind: str, name: str, count: str) -> Parameter:
+def _parameter(align: str, kind: str, name: str, count: str) -> isa.Parameter:
     size = int(kind[1:]) // 8
-    return Parameter(name, size * int(count or 1), int(align or size))
+    return isa.Parameter(name, size * int(count or 1), int(align or size))
 
 
-def _shared(text: str) -> SharedVariable:
+def _shared(text: str) -> isa.SharedVariable:
     match = _SHARED.match(text.strip())
     if match is None:
         raise ParseError(f"{text!r} declares no shared variable")
     align, bits, name, count = match.groups()
-    return SharedVariable(name, int(bits) // 8 * int(count or 0), int(align or 1))
+    return isa.SharedVariable(name, int(bits) // 8 * int(count or 0), int(align or 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from scripts.lab.ptx.decode import Decoder, Execute, op
-from scripts.lab.ptx.isa import Instruction, Vector, Warp
+from scripts.lab.ptx.isa import Immediate, Instruction, Vector, Warp
 
 LANES = np.arange(32)
 
@@ -18,19 +18,19 @@ def shuffle(ins: Instruction, d: Decoder) -> Execute:
         raise NotImplementedError(ins.text)
     put, a, members = d.target(target, "b32"), d.source(ins.operands[1], "b32"), d.source(ins.operands[4], "u32")
     b, c = (d.source(operand, "u32") for operand in ins.operands[2:4])
+    always = all(isinstance(operand, Immediate) for operand in ins.operands[2:4])
 
-    def run(w: Warp) -> None:
-        w.expect(int(members(w)[w.mask][0]))
+    def sources(w: Warp) -> np.ndarray:
         by, bounds = (get(w).astype(np.int64) for get in (b, c))
         clamp, segment = bounds & 31, bounds >> 8 & 31
-        last, first = (LANES & segment) | (clamp & ~segment), LANES & segment
-        if mode == "idx":
-            source = first | (by & 31 & ~segment)
-            valid = source <= last
-        else:
-            source = LANES ^ (by & 31)
-            valid = source <= last
-        source = np.where(valid, source, LANES)
+        source = (LANES & segment) | (by & 31 & ~segment) if mode == "idx" else LANES ^ (by & 31)
+        return np.where(source <= (LANES & segment) | (clamp & ~segment), source, LANES)
+
+    known = sources(None) if always else None
+
+    def run(w: Warp) -> None:
+        w.expect(int(members(w)[w.mask.argmax()]))
+        source = sources(w) if known is None else known
         if not w.mask[source[w.mask]].all():
             w.report("divergence", "reads the register of a lane that does not execute it")
         put(w, a(w)[source])

@@ -17,7 +17,7 @@ _MATRICES = {"x1": 1, "x2": 2, "x4": 4}
 
 
 def _rows(w: Warp, addresses: np.ndarray, count: int, does: str) -> np.ndarray | None:
-    """The offsets in shared memory of `count` matrices' rows, [count * 8, 16]; None if some may not be accessed."""
+    """Where the rows of `count` matrices begin in shared memory; None if some may not be accessed."""
     w.expect(0xFFFFFFFF)
     lanes, starts = np.arange(8 * count), addresses[: 8 * count].astype(np.int64) - SHARED_BASE
     found = w.block.memory.in_array(w, w.block.shared, lanes, starts, _ROW, does)
@@ -37,14 +37,13 @@ def load(ins: Instruction, d: Decoder) -> Execute:
     puts, address = d.targets(ins.operands[0], "b32"), d.address(ins.operands[1])
 
     def run(w: Warp) -> None:
-        offsets = _rows(w, address(w), count, "reads")
-        if offsets is None:
+        starts = _rows(w, address(w), count, "reads")
+        if starts is None:
             return
         shared = w.block.shared
-        w.block.memory.check_defined(w, shared, offsets, np.arange(8 * count))
-        assert shared.shadow is not None
-        shared.shadow.read(w, offsets)
-        values = shared.data[offsets].view(np.uint16).reshape(count, 8, 8)
+        w.block.memory.check_defined(w, shared, starts, _ROW, np.arange(8 * count))
+        w.block.shadow.read(w, starts, _ROW)
+        values = shared.get(starts, _ROW).view(np.uint16).reshape(count, 8, 8)
         if transposed:
             values = np.ascontiguousarray(values.transpose(0, 2, 1))
         for put, matrix in zip(puts, values, strict=True):
@@ -57,18 +56,25 @@ def load(ins: Instruction, d: Decoder) -> Execute:
 def store(ins: Instruction, d: Decoder) -> Execute:
     """The reverse of ldmatrix."""
     count, transposed = _matrices(ins)
-    address, gets = d.address(ins.operands[0]), d.sources(ins.operands[1], "b32")
+    address, registers = d.address(ins.operands[0]), d.places(ins.operands[1], count)
 
     def run(w: Warp) -> None:
-        offsets = _rows(w, address(w), count, "writes")
-        if offsets is None:
+        starts = _rows(w, address(w), count, "writes")
+        if starts is None:
             return
-        values = np.stack([get(w) for get in gets]).view(np.uint16).reshape(count, 8, 8)
+        values = w.views.words[registers].view(np.uint16).reshape(count, 8, 8)
         if transposed:
             values = np.ascontiguousarray(values.transpose(0, 2, 1))
-        w.block.memory.write(w, w.block.shared, offsets, values.view(np.uint8).reshape(-1, _ROW))
+        w.block.memory.write(w, w.block.shared, starts, values.view(np.uint8).reshape(-1, _ROW))
 
     return run
+
+
+# The order of A's values by rows, and of B's by columns, among the halves of their registers; and that of the
+# registers' values in D.
+_LEFT = np.arange(256).reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4).reshape(16, 16)
+_RIGHT = np.arange(128).reshape(2, 8, 4, 2).transpose(0, 2, 3, 1).reshape(16, 8)
+_RESULT = np.arange(128).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32)
 
 
 @op("mma.sync.aligned.m16n8k16.row.col.f32")
@@ -77,27 +83,24 @@ def multiply(ins: Instruction, d: Decoder) -> Execute:
     kind = ins.parts[-2]
     if kind not in ("f16", "bf16") or ins.parts[-3] != kind or ins.parts[-1] != "f32":
         raise NotImplementedError(ins.opcode)
-    puts = d.targets(ins.operands[0], "f32")
-    a, b = (d.sources(operand, "b32") for operand in ins.operands[1:3])
-    c = d.sources(ins.operands[3], "f32")
+    result, a, b, c = (d.places(operand, count) for operand, count in zip(ins.operands, (4, 4, 2, 4), strict=True))
 
-    def widened(w: Warp, gets: list) -> np.ndarray:
-        values = np.stack([get(w) for get in gets])
+    def widened(values: np.ndarray, order: np.ndarray) -> np.ndarray:
+        halves = values.view(np.uint16).reshape(-1)[order]
         if kind == "f16":
-            return values.view(np.float16).astype(np.float32)
-        pairs = np.stack([values << np.uint32(16), values & np.uint32(0xFFFF0000)], -1)
-        return pairs.view(np.float32)
+            return halves.view(np.float16).astype(np.float32)
+        return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
     def run(w: Warp) -> None:
         w.expect(0xFFFFFFFF)
-        left = widened(w, a).reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4).reshape(16, 16)
-        right = widened(w, b).reshape(2, 8, 4, 2).transpose(0, 2, 3, 1).reshape(16, 8)
-        unknown = np.isnan(right).any(1)
-        if unknown.any() and not left[:, unknown].any():
-            w.block.machine.made_nan[ins] = None
-        product = (left @ right).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32)
-        sums = [get(w) + part for get, part in zip(c, product, strict=True)]
-        for put, values in zip(puts, sums, strict=True):
-            put(w, values)
+        words, floats = w.views.words, w.views.floats
+        left, right = widened(words[a], _LEFT), widened(words[b], _RIGHT)
+        product = left @ right
+        if np.isnan(product).any():
+            unknown = np.isnan(right).any(1)
+            if unknown.any() and not left[:, unknown].any():
+                w.block.machine.made_nan[ins] = None
+        sums = floats[c] + product.reshape(-1)[_RESULT]
+        floats[result] = sums if w.bits == 0xFFFFFFFF else np.where(w.mask, sums, floats[result])
 
     return run

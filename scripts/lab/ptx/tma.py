@@ -18,6 +18,8 @@ from scripts.lab.ptx.work import Groups, Work
 ELEMENT_BYTES = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 9: 4, 10: 8}
 SWIZZLES = (16, 32, 64, 128)  # bytes; 16: none
 MAX_BOX = 256
+CHUNK = 16  # bytes that stay together under every swizzle
+type Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -27,22 +29,14 @@ class TensorMap:
     array: Array
     offset: int  # bytes
     element: int  # bytes
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]  # bytes
-    box: tuple[int, ...]
+    sizes: Sizes
+    strides: Sizes  # bytes
+    box: Sizes
     swizzle: int  # bytes
 
     @classmethod
     def encoded(
-        cls,
-        array: Array,
-        offset: int,
-        kind: int,
-        sizes: tuple[int, ...],
-        strides: tuple[int, ...],
-        box: tuple[int, ...],
-        *,
-        swizzle: int,
+        cls, array: Array, offset: int, kind: int, sizes: Sizes, strides: Sizes, box: Sizes, *, swizzle: int
     ) -> TensorMap:
         """From the arguments of Mosaic's runtime: the outermost dimension first, strides in elements.
 
@@ -50,15 +44,8 @@ class TensorMap:
             ValueError: the driver would refuse it (CUDA driver API, cuTensorMapEncodeTiled).
         """
         element = ELEMENT_BYTES[kind]
-        made = cls(
-            array=array,
-            offset=offset,
-            element=element,
-            sizes=sizes[::-1],
-            strides=tuple(stride * element for stride in strides[::-1]),
-            box=box[::-1],
-            swizzle=swizzle,
-        )
+        places = {"sizes": sizes[::-1], "strides": tuple(n * element for n in strides[::-1]), "box": box[::-1]}
+        made = cls(array=array, offset=offset, element=element, swizzle=swizzle, **places)
         made.check()
         return made
 
@@ -92,20 +79,22 @@ class TensorMap:
 
     @cached_property
     def places(self) -> np.ndarray:
-        """The places of a box's elements in it, [elements, dimensions], in the order of shared memory."""
-        return np.indices(self.box[::-1]).reshape(len(self.box), -1)[::-1].T
+        """Where a box's chunks of 16 bytes begin in it, [chunks, dimensions], in the order of shared memory."""
+        of_chunk = CHUNK // self.element
+        at = np.indices((*self.box[:0:-1], self.box[0] // of_chunk)).reshape(len(self.box), -1)[::-1].T
+        return at * [of_chunk, *[1] * (len(self.box) - 1)]
 
-    def offsets(self, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The array's bytes of the box at some coordinates, and which of them are in bounds. Others are 0."""
+    def starts(self, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the chunks of the box at some coordinates begin in the array, and which are in bounds. Others are 0."""
+        if first[0] * self.element % CHUNK:
+            raise NotImplementedError(f"a box that begins within 16 bytes: {first}")
         at = self.places + first
         inside = ((at >= 0) & (at < self.sizes)).all(1)
-        starts = np.where(inside, self.offset + at @ np.array(self.strides), 0)
-        whole = starts[:, None] + np.arange(self.element)
-        return whole.reshape(-1), np.repeat(inside, self.element)
+        return self.offset + at @ np.array(self.strides), inside
 
-    def shared_offsets(self, start: int) -> np.ndarray:
-        """The bytes in shared memory of a box that is copied to an address there."""
-        return swizzled(start + np.arange(self.bytes), self.swizzle) - SHARED_BASE
+    def shared_starts(self, start: int) -> np.ndarray:
+        """Where the chunks begin in shared memory, for a box that is copied to an address there."""
+        return swizzled(start + np.arange(0, self.bytes, CHUNK), self.swizzle) - SHARED_BASE
 
 
 def swizzled(addresses: np.ndarray, swizzle: int) -> np.ndarray:
@@ -125,21 +114,22 @@ def _operands(ins: Instruction, d: Decoder, operand: int) -> tuple[Get, list[Get
     return d.address(tensor.base), [d.source(part, "s32") for part in tensor.parts]
 
 
-def _box(w: Warp, ins: Instruction, tensor: TensorMap, place: int, first: np.ndarray, does: str) -> np.ndarray | None:
-    """The bytes of a box in shared memory. None if there is no such place."""
+def _box(w: Warp, tensor: TensorMap, place: int, first: np.ndarray, does: str) -> np.ndarray | None:
+    """Where a box's chunks begin in shared memory. None if there is no such place."""
     if len(first) != len(tensor.box):
         w.report("tensor map", f"{len(first)} coordinates of a map of {tensor.array.name} with {len(tensor.box)}")
         return None
     if place % 128:
         w.report("misaligned", f"the box in shared memory begins at {place:#x}, which is no multiple of 128")
-    offsets = tensor.shared_offsets(place)
-    if offsets.min() < 0 or offsets.max() >= w.block.shared.size:
+        return None
+    chunks = tensor.shared_starts(place)
+    if chunks.min() < 0 or chunks.max() + CHUNK > w.block.shared.size:
         w.report("out of bounds", f"the box of {tensor.bytes} bytes at {place:#x} is not in shared memory")
         return None
     if ((first < 0) | (first + tensor.box > tensor.sizes)).any():
         shape = f"{list(tensor.sizes)} of {tensor.array.name}"
         w.report("out of bounds", f"{does} a box {list(tensor.box)} at {first.tolist()} of a tensor {shape}")
-    return offsets
+    return chunks
 
 
 @op("cp.async.bulk.tensor", writes=0)
@@ -164,16 +154,15 @@ def _load(ins: Instruction, d: Decoder) -> Callable[[Warp, int], None]:
         tensor = _map_of(w, int(source(w)[lane]))
         first = np.array([int(get(w)[lane]) for get in coordinates])
         to = shared_address(w, int(place(w)[lane]))
-        offsets = _box(w, ins, tensor, to, first, "reads")
+        chunks = _box(w, tensor, to, first, "reads")
         here = found_at(w, shared_address(w, int(barrier(w)[lane])), by_copy=True)
-        if offsets is None or here is None:
+        if chunks is None or here is None:
             return
-        froms, inside = tensor.offsets(first)
-        w.block.memory.check_defined(w, tensor.array, froms[inside])
+        froms, inside = tensor.starts(first)
+        w.block.memory.check_defined(w, tensor.array, froms[inside], CHUNK)
         shared, time = w.block.shared, here.phases + 1
-        assert shared.shadow is not None
-        shared.shadow.write_async(w, offsets, here.component, time)
-        shared.defined[offsets] = True
+        w.block.shadow.write_async(w, chunks, here.component, time)
+        shared.define(chunks, CHUNK)
 
         def land() -> None:
             if here.phases >= time:
@@ -181,7 +170,9 @@ def _load(ins: Instruction, d: Decoder) -> Callable[[Warp, int], None]:
                 w.report(
                     "copy after its phase", f"a box of {tensor.bytes} bytes lands after the phase has ended: {here}"
                 )
-            shared.data[offsets] = np.where(inside, tensor.array.data[froms], 0)
+            values = np.zeros((len(chunks), CHUNK), np.uint8)
+            values[inside] = tensor.array.get(froms[inside], CHUNK)
+            shared.put(chunks, values)
             here.add_bytes(w, -tensor.bytes)
 
         what = f"a box of {tensor.array.name} at {first.tolist()}"
@@ -197,19 +188,18 @@ def _store(ins: Instruction, d: Decoder) -> Callable[[Warp, int], None]:
     def one(w: Warp, lane: int) -> None:
         tensor = _map_of(w, int(target(w)[lane]))
         first = np.array([int(get(w)[lane]) for get in coordinates])
-        offsets = _box(w, ins, tensor, shared_address(w, int(place(w)[lane])), first, "writes")
-        if offsets is None:
+        chunks = _box(w, tensor, shared_address(w, int(place(w)[lane])), first, "writes")
+        if chunks is None:
             return
         groups, shared = Groups.of(w, "cp.async.bulk"), w.block.shared
-        to, inside = tensor.offsets(first)
-        w.block.memory.check_defined(w, shared, offsets[inside])
-        assert shared.shadow is not None
-        shared.shadow.read_async(w, offsets, groups.component, groups.committed + 1)
-        w.block.memory.claim(w, tensor.array, to[inside], shared.data[offsets[inside]])
+        to, inside = tensor.starts(first)
+        to, chunks = to[inside], chunks[inside]
+        w.block.memory.check_defined(w, shared, chunks, CHUNK)
+        w.block.shadow.read_async(w, chunks, groups.component, groups.committed + 1)
+        w.block.memory.claim(w, tensor.array, to, shared.get(chunks, CHUNK))
 
         def land() -> None:
-            tensor.array.data[to[inside]] = shared.data[offsets[inside]]
-            tensor.array.defined[to[inside]] = True
+            tensor.array.put(to, shared.get(chunks, CHUNK))
 
         what = f"a box of {tensor.array.name} at {first.tolist()}"
         w.block.launch(Work(ins, what, land, component=groups.component, time=groups.committed + 1))

@@ -16,7 +16,7 @@ import numpy as np
 from scripts.lab.ptx.decode import Decoder, Execute, op, registers_of
 from scripts.lab.ptx.isa import Immediate, Instruction, Vector, Warp
 from scripts.lab.ptx.memory import SHARED_BASE
-from scripts.lab.ptx.tma import swizzled
+from scripts.lab.ptx.tma import CHUNK, swizzled
 from scripts.lab.ptx.work import Groups, Work
 
 _SWIZZLES = (16, 128, 64, 32)  # bytes, by the descriptor's mode; 16: none
@@ -57,10 +57,10 @@ class Descriptor:
 
 
 @lru_cache(maxsize=512)
-def places(bits: int, first: int, count: int, transposed: bool) -> np.ndarray:
-    """The bytes in shared memory of a descriptor's rows, [rows, 16, 2]."""
-    at = Descriptor.of(bits).addresses(range(first, first + count), transposed=transposed)
-    return at[:, :, None] + np.arange(2) - SHARED_BASE
+def places(bits: int, first: int, count: int, transposed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The 16-bit words in shared memory of a descriptor's rows, [rows, 16], and where their 16-byte chunks begin."""
+    at = Descriptor.of(bits).addresses(range(first, first + count), transposed=transposed) - SHARED_BASE
+    return at // 2, np.unique(at // CHUNK) * CHUNK
 
 
 @op("wgmma.fence", writes=0)
@@ -84,10 +84,12 @@ def multiply(ins: Instruction, d: Decoder) -> Execute:
         raise NotImplementedError(ins.opcode)
     kind = _KINDS[kinds[1]]
     result, left, right, scale, *options = ins.operands
-    numbers = [option.value for option in options if isinstance(option, Immediate)]
     from_registers = isinstance(left, Vector)
+    accumulators = d.places(result, columns // 2)
+    left_words = d.places(left, 4) if from_registers else None
+    numbers = [option.value for option in options if isinstance(option, Immediate)]
     transposed_left, transposed_right = (0, numbers[2]) if from_registers else numbers[2:4]
-    if numbers[:2] != [1, 1] or len(registers_of([result])) != columns // 2:
+    if numbers[:2] != [1, 1]:
         raise NotImplementedError(ins.text)
     sums = [r.row for r in registers_of([result])]
     fragments = [r.row for r in registers_of([left])] if from_registers else []
@@ -95,7 +97,7 @@ def multiply(ins: Instruction, d: Decoder) -> Execute:
     descriptors = [d.source(x, "u64") for x in ([right] if from_registers else [right, left])]
 
     def checked(w: Warp, groups: Groups, get: object, first: int, count: int, transposed: int) -> np.ndarray | None:
-        """The bytes of an operand in shared memory. None if they may not be read."""
+        """The 16-bit words of an operand in shared memory. None if they may not be read."""
         values = get(w)  # type: ignore[operator]
         bits = int(values[0])
         if (values != values[0]).any():
@@ -103,13 +105,12 @@ def multiply(ins: Instruction, d: Decoder) -> Execute:
         found, shared = Descriptor.of(bits), w.block.shared
         if found.start >> 7 & (found.swizzle // 16 - 1) or found.base_offset:
             w.report("misaligned", f"a matrix with swizzle {found.swizzle} begins at {found.start:#x}: {found}")
-        at = places(bits, first, count, bool(transposed))
-        if at.min() < 0 or at.max() >= shared.size:
+        at, chunks = places(bits, first, count, bool(transposed))
+        if chunks[0] < 0 or chunks[-1] + CHUNK > shared.size:
             w.report("out of bounds", f"{found} reaches beyond shared memory")
             return None
-        w.block.memory.check_defined(w, shared, at)
-        assert shared.shadow is not None
-        shared.shadow.read_async(w, at.reshape(-1), groups.component, groups.committed + 1)
+        w.block.memory.check_defined(w, shared, chunks, CHUNK)
+        w.block.shadow.read_async(w, chunks, groups.component, groups.committed + 1)
         return at
 
     def check_registers(w: Warp) -> None:
@@ -141,18 +142,15 @@ def multiply(ins: Instruction, d: Decoder) -> Execute:
         w.unfenced = (w.unfenced or set()).difference(sums)
 
         def land() -> None:
-            data = w.block.shared.data
+            data, floats = w.block.shared.words[2], w.views.floats
             if a_at is None:
-                registers = np.stack([w.views["u32"][row] for row in fragments]).view(kind)
+                registers = w.views.words[left_words].view(kind)
                 a = registers.reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4).reshape(_ROWS, _DEPTH)
             else:
-                a = data[a_at].view(kind)[:, :, 0]
-            b = data[b_at].view(kind)[:, :, 0]
-            product = a.astype(np.float32) @ b.astype(np.float32).T
+                a = data[a_at].view(kind)
+            product = a.astype(np.float32) @ data[b_at].view(kind).astype(np.float32).T
             parts = product.reshape(2, 8, columns // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, 32)
-            for row, part in zip(sums, parts, strict=True):
-                register = w.views["f32"][row]
-                register[...] = register + part if adds else part
+            floats[accumulators] = floats[accumulators] + parts if adds else parts
 
         what = f"a product of warp {w.index}"
         order = ("wgmma", w.index)

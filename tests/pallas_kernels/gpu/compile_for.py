@@ -45,8 +45,10 @@ FEW = ("llama-3.1-8b", "sixteen in a group", "llama-3.2-1b, int8", "llama-3.1-70
 # minute of a core. Two chips without TMA share the kinds, and so do the two with it.
 OF_CHIP = {
     "a100": ("llama-3.1-8b", "llama-3.2-1b, int8"),
+    "a10": ("llama-3.1-8b",),
     "l4": ("sixteen in a group", "llama-3.1-8b, fp8"),
     "b200": ("llama-3.1-8b", "llama-3.1-8b, fp8"),
+    "b300": ("llama-3.1-8b",),
     "rtx5090": ("sixteen in a group", "llama-3.2-1b, int8"),
 }
 OF_OTHERS = ("llama-3.1-8b, fp8",)  # Hopper has fp8 in larger pages and groups
@@ -92,7 +94,7 @@ def main(target_name: str) -> None:
         )
         with target.compiling(mesh):
             compiled, kv, kernels = gpu_report.collected(
-                partial(lower_layer, mesh, spec, shape, backend), with_sass=gpu.has_wgmma
+                partial(lower_layer, mesh, spec, shape, backend), with_sass=True
             )
         memory = compiled.memory_analysis()
         assert memory is not None
@@ -136,11 +138,12 @@ def count(kernel: gpu_report.Kernel, page_elements: int) -> dict[str, Any]:
         "page_products": page_products(kernel.ptx, page_elements),
         "pairs_under_one_mask": pairs_under_one_mask(kernel.ptx),
         "not_executable": not_executable(kernel.ptx),
+        "asynchronous_products": kernel.sass.count("HGMMA"),
+        "early_uses": early_uses(kernel.sass),
         "stores_of_16_bytes": len(re.findall(r"\bst(?:\.global)?\.v4\.b32\b", kernel.ptx)),
     }
-    if kernel.name == "paged_prefill" and kernel.sass:
+    if kernel.name == "paged_prefill":
         figures["loops"] = [vars(loop) for loop in read_loops(kernel.sass)]
-        figures["early_uses"] = early_uses(kernel.sass)
     return figures
 
 

@@ -74,7 +74,7 @@ WITH_CP_ASYNC = {
     ),
     "a padding token appended": Planted(
         shape="a padding tile",
-        expected="the pages are wrong",
+        expected=r"the pages are wrong in \d+ slots: page 0, slot \d+, which is no token's",
         patches={(append, "append"): append_padding_to_page_0},
     ),
     "no barrier": Planted(shape="decode", expected=r"race: line \d+ \(online_softmax.py", edit=without(BEFORE_SUMS)),

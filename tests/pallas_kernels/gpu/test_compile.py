@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels.chips import GPUS
 from pallas_kernels.gpu import tuning
-from tests.pallas_kernels.gpu.compile_for import FEW, cases
+from tests.pallas_kernels.gpu.compile_for import FEW, OF_CHIP, cases
 
 MAX_REGISTERS = {
     "paged_decode": 208,  # on an A100, whose shared memory holds two CTAs
@@ -39,7 +39,7 @@ PROXY_FENCES_8_BIT = PROXY_FENCES | {"paged_prefill": 3}
 @pytest.mark.targets
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the CUDA plug-in is not installed")
-@pytest.mark.parametrize("target", ["a100", "l4", "h200", "b200", "rtx5090"])
+@pytest.mark.parametrize("target", ["h200", *OF_CHIP])
 def test_compiles_without_spills_in_place_and_within_the_chip(target: str) -> None:
     process = subprocess.run(
         [sys.executable, "-m", "tests.pallas_kernels.gpu.compile_for", target],
@@ -74,8 +74,8 @@ def test_compiles_without_spills_in_place_and_within_the_chip(target: str) -> No
             if kernel["name"] == "paged_prefill" and result["case"] in FEW:
                 least = MIN_OVERLAPPED[result["head_dim"]]
                 assert [loop["overlapped"] >= least for loop in kernel["loops"]] == [True, True], kernel
-            if kernel["name"] == "paged_prefill":
-                assert kernel["early_uses"] == [], kernel
+            assert (kernel["asynchronous_products"] > 0) == (kernel["name"] == "paged_prefill"), kernel
+            assert kernel["early_uses"] == [], kernel
             if kernel["name"] in ("paged_decode", "paged_prefill_mma"):  # they clear V in the operand of a product
                 pairs, under_one_mask = kernel["pairs_under_one_mask"]
                 assert (pairs > 0, under_one_mask) == (True, 0), kernel

@@ -8,15 +8,22 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from scripts.lab.ptx import cases
+from pallas_kernels.chips import GPUS
+from scripts.lab.ptx import cases, command, machine
+from tests.pallas_kernels.gpu.compile_for import OF_CHIP
 from tests.pallas_kernels.gpu.ptx_faults import FAULTS
+from tests.pallas_kernels.gpu.test_ptx_hopper_machine import UNDEFINED
+from tests.pallas_kernels.gpu.test_ptx_machine import HAZARDS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the CUDA plug-in is not installed"
 )
+README = Path(__file__).parents[3] / "pallas_kernels/README.md"
+LEAST_EXECUTED = 0.9  # of the instructions of each kernel of each step
 ALWAYS = ("none, a padding tile", "one mask for a pair", "no wait")
 
 
@@ -54,7 +61,34 @@ def test_planted_faults_are_named(target: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.targets
-@pytest.mark.parametrize("target", ["a100", "l4", "h100", "b200", "b300", "rtx5090"])
-def test_every_step_is_right_and_has_no_hazards(target: str) -> None:
-    printed = printed_by("scripts.lab", "ptx", "--target", target, "--seeds", "1")
-    assert len(re.findall(r"^.*: nothing found \(\d+ s\)$", printed, re.MULTILINE)) == len(cases.SHAPES), printed
+@pytest.mark.parametrize("target", command.ALL, ids=" ".join)
+def test_a_target_s_kernels_are_right_and_have_no_hazards(target: tuple[str, ...]) -> None:
+    """The other steps are for `lab ptx --all`."""
+    shapes = [f"--shape={name}" for name in cases.COVERING]
+    printed = printed_by("scripts.lab", "ptx", "--target", *target, "--seeds=1", "--unexecuted", *shapes)
+    assert re.findall(r"^(.*): nothing found \(\d+ s\)$", printed, re.MULTILINE) == list(cases.COVERING), printed
+    counts = re.findall(r"^  paged_\w+: (\d+) of (\d+) instructions$", printed, re.MULTILINE)
+    assert len(counts) == 3 * len(cases.COVERING)
+    assert min(int(executed) / int(whole) for executed, whole in counts) > LEAST_EXECUTED, printed
+
+
+def test_the_table_of_targets_is_that_of_the_command() -> None:
+    rows = re.findall(r"^\| `(\w+(?: --mma-only)?)` \| sm_(\d+)(\d)a? \| `w?g?mma`,", README.read_text(), re.MULTILINE)
+    assert [(name.split(), (int(major), int(minor))) for name, major, minor in rows] == [
+        (list(target), GPUS[target[0]].arch) for target in command.ALL
+    ]
+    assert {GPUS[name].arch for name in ("h200", *OF_CHIP)} == {GPUS[name].arch for name in command.TARGETS}  # compiled
+
+
+def test_every_kind_of_hazard_is_planted() -> None:
+    sources = "\n".join(path.read_text() for path in Path(machine.__file__).parent.glob("*.py"))
+    kinds = set(re.findall(r'(?:\.report\(\s*|kind, why = )"([a-z. ]+)"', sources))
+    of_hopper = {expected.partition(":")[0].replace("\\", "") for _, expected in UNDEFINED.values()}
+    assert len(kinds) > 20 and kinds <= of_hopper | {kind for kind, _ in HAZARDS.values()}
+
+
+def test_all_runs_each_target_in_a_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "ALL", (("a10",),))
+    assert command.main(["--all", "--seeds=1", "--shape=an empty step"]) == 0
+    assert re.match(r"--target a10\nan empty step: nothing found \(\d+ s\)\n", printed := capsys.readouterr().out)
+    assert re.search(r"^\d+ s of CPU time$", printed, re.MULTILINE)

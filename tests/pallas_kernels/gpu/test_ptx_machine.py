@@ -111,6 +111,7 @@ EXCHANGE = """xor.b32 %r4, %r1, 63;
 	mul.wide.u32 %rd8, %r4, 4;
 	add.s64 %rd8, %rd6, %rd8;
 	ld.shared.b32 %r9, [%rd8];"""
+ALIGNED = "mov.b32 %r9, 0; shl.b32 %r4, %r3, 4; cvt.u64.u32 %rd8, %r4; add.s64 %rd8, %rd6, %rd8;"
 COPY = "cp.async.ca.shared.global [%rd7], [%rd4], 4; cp.async.commit_group;"
 HAZARDS = {
     "add.s32 %r9, %r10, 1;": ("unwritten register", "%r10"),
@@ -128,7 +129,20 @@ HAZARDS = {
     f"{COPY} mov.b32 %r9, 0;": ("never waited for", "a copy of warp"),
     "mov.b32 %r9, 0; setp.lt.s32 %p1, %r3, 7; @%p1 bar.sync 0;": ("divergence", "not all lanes"),
     "mov.b32 %r9, 0; setp.lt.s32 %p1, %r3, 7; @%p1 shfl.sync.bfly.b32 %r9, %r1, 1, 31, -1;": ("divergence", "reach"),
+    "mov.b32 %r9, 0; setp.lt.s32 %p1, %r3, 7; @%p1 shfl.sync.bfly.b32 %r9, %r1, 8, 31, 127;": ("divergence", "reads"),
+    "mov.b32 %r9, 0; setp.lt.s32 %p1, %r3, 7; @%p1 elect.sync %r4|%p2, -1;": ("divergence", "not all lanes"),
+    f"{ALIGNED} setp.lt.s32 %p1, %r3, 7; @%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r4}}, [%rd8];": (
+        "divergence",
+        "not all lanes",
+    ),
+    f"{ALIGNED} ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r4}}, [%rd8+8];": ("misaligned", "16 bytes of shared"),
     "mov.b32 %r9, 0; setp.lt.s32 %p1, %r1, 32; @%p1 bar.sync 1, 64;": ("deadlock", "barrier 1"),
+    "mov.b32 %r9, 0; setp.lt.s32 %p1, %r1, 32; @%p1 bar.arrive 1, 96; @%p1 bar.arrive 1, 96;": ("barrier", "twice"),
+    "mov.b32 %r9, 0; shr.u32 %r5, %r1, 5; shl.b32 %r5, %r5, 5; add.s32 %r5, %r5, 64;bar.arrive 1, %r5;": (
+        "barrier",
+        "threads, where another warp said",
+    ),
+    "mov.b32 %r9, 0; bar.sync 1, 48;": ("barrier", "48 threads are not whole warps"),
     "mov.b32 %r9, 0; $L__on: bra $L__on;": ("endless", "instructions"),
 }
 
