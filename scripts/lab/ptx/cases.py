@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -298,7 +299,8 @@ def _agree(a: np.ndarray, b: np.ndarray) -> bool:
 def _step(case: Case, *, mma_only: bool) -> tuple[np.ndarray, np.ndarray]:
     shape, spec = case.shape, case.spec
     kinds = {"decode_only": shape.decode_only, "spec_decode": shape.spec_decode, "mma_only": mma_only}
-    metadata = attention.make_metadata(case.batch, spec, num_tokens=case.num_tokens, **kinds)
+    make = partial(attention.make_metadata, spec=spec, num_tokens=case.num_tokens, **kinds)
+    metadata = jax.jit(make)(case.batch)
     operation: Any = partial(attention.append_and_attend, spec=spec, interpret=False, mma_only=mma_only)
     arrays = [case.queries, *case.step, case.pages(with_step=False)]
     if spec.has_kv_scales:

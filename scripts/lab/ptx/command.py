@@ -72,9 +72,9 @@ def _run_all(flags: list[str]) -> int:
         return ended.returncode
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        failed = any([code != 0 for code in pool.map(run, ALL)])
+        codes = list(pool.map(run, ALL))
     print(f"{_cpu_seconds():.0f} s of CPU time")
-    return int(failed)
+    return int(any(codes))
 
 
 def _cpu_seconds() -> float:

@@ -161,7 +161,7 @@ class Warp:
         return self.block.special(name, self.threads)
 
     def wait(self, condition: Callable[[], bool], what: Callable[[], str], then: Callable[[], None]) -> None:
-        """The warp goes on after this instruction once the condition holds; `then` is called first. `what`: for whom."""
+        """The warp goes on after this instruction once the condition holds; `then` is called first. `what` says it."""
         self.waiting = condition, what, then
 
     def report(self, kind: str, message: str, lanes: Any = ()) -> None:

@@ -97,7 +97,7 @@ FAULTS = {
     ),
     "a store under the wrong swizzle": Planted(
         shape="prefill",
-        expected=r"off by .* as under another swizzle; it is written by .*paged_prefill \(prefill_\w+\.py:\d+\) line \d+",
+        expected=r"off by .* as under another swizzle; it is written by .*paged_prefill \(prefill_\w+\.py:\d+\) line",
         patches={(TensorMap, "encoded"): output_without_swizzle},
     ),
     "no fence.proxy.async": Planted(

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the CUDA plug-in is not installed"
 )
 README = Path(__file__).parents[3] / "pallas_kernels/README.md"
-LEAST_EXECUTED = 0.9  # of the instructions of each kernel of each step
+LEAST_EXECUTED = 0.95  # of each kernel's instructions, in one of the steps
 ALWAYS = ("none, a padding tile", "one mask for a pair", "no wait")
 
 
@@ -67,16 +67,16 @@ def test_a_target_s_kernels_are_right_and_have_no_hazards(target: tuple[str, ...
     shapes = [f"--shape={name}" for name in cases.COVERING]
     printed = printed_by("scripts.lab", "ptx", "--target", *target, "--seeds=1", "--unexecuted", *shapes)
     assert re.findall(r"^(.*): nothing found \(\d+ s\)$", printed, re.MULTILINE) == list(cases.COVERING), printed
-    counts = re.findall(r"^  paged_\w+: (\d+) of (\d+) instructions$", printed, re.MULTILINE)
-    assert len(counts) == 3 * len(cases.COVERING)
-    assert min(int(executed) / int(whole) for executed, whole in counts) > LEAST_EXECUTED, printed
+    most: dict[str, float] = {}
+    for name, executed, whole in re.findall(r"^  (paged_\w+): (\d+) of (\d+) instructions$", printed, re.MULTILINE):
+        most[name] = max(most.get(name, 0), int(executed) / int(whole))
+    assert len(most) == len(cases.FORMS) and min(most.values()) > LEAST_EXECUTED, printed
 
 
 def test_the_table_of_targets_is_that_of_the_command() -> None:
     rows = re.findall(r"^\| `(\w+(?: --mma-only)?)` \| sm_(\d+)(\d)a? \| `w?g?mma`,", README.read_text(), re.MULTILINE)
-    assert [(name.split(), (int(major), int(minor))) for name, major, minor in rows] == [
-        (list(target), GPUS[target[0]].arch) for target in command.ALL
-    ]
+    table = {name: (int(major), int(minor)) for name, major, minor in rows}
+    assert table == {" ".join(target): GPUS[target[0]].arch for target in command.ALL}
     assert {GPUS[name].arch for name in ("h200", *OF_CHIP)} == {GPUS[name].arch for name in command.TARGETS}  # compiled
 
 
