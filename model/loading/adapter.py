@@ -8,7 +8,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,22 @@ import numpy as np
 from model.config import LlamaConfig
 from model.inputs.gguf import is_gguf, parts_of
 from model.inputs.json_file import read_object
-from model.inputs.limits import MAX_JSON_BYTES
+from model.inputs.limits import MAX_JSON_BYTES, MAX_VOCAB_SIZE
 from model.inputs.paths import Place
 from model.inputs.schema import check
 from model.inputs.words import one_line, shown
-from model.loading.adapter_targets import AdapterConfig, layer_of, targets_of
+from model.loading.adapter_targets import NO_PROJECTIONS, AdapterConfig, layer_of, targets_of
 from model.loading.hf_format import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     ADAPTER_FILES,
     ADAPTER_TORCH_FILE,
+    EMBEDDING,
+    HEAD,
     MERGING,
     expected_shapes,
 )
-from model.loading.remote_tensors import RemoteTensors, readable
+from model.loading.remote_tensors import RemoteSlice, RemoteTensors, check_unchanged, readable
 from model.loading.source import local_file
 from model.loading.tensor_files import DTYPES, by_message, grouped
 from model.loading.torch_file import read_torch_file
@@ -39,12 +41,14 @@ from model.network.lora import LoraWeights
 
 _PREFIX = "base_model.model."  # some trainers leave it out
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+\.lora_[AB])(?:\.default)?\.weight")
+_EMBEDDING_KEY = re.compile(r"(?:base_model\.model\.)?(.+\.lora)_embedding_([AB])(?:\.default)?")
+_WHOLE_KEY = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.modules_to_save(?:\.default)?|\.base_layer)?(\.weight)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)  # a greater float32 becomes infinite on a chip
 
 # Settings with which the tensors mean something else. Each must be absent, null, false or empty.
 _REFUSED = (
-    "use_dora", "modules_to_save", "lora_bias", "fan_in_fan_out", "trainable_token_indices", "target_parameters",
+    "use_dora", "lora_bias", "fan_in_fan_out", "trainable_token_indices", "target_parameters",
     "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config",
     "monteclora_config",
 )  # fmt: skip
@@ -60,8 +64,52 @@ _OTHERS = (
     (re.compile(r".*\.base_layer\.weight"), "weights of the base"),
     (re.compile(r".*modules_to_save.*|.*(embed_tokens|lm_head|norm)\.weight"), "modules_to_save"),
 )
-# Problems of adapters that work once they are merged.
-_MERGEABLE = re.compile(r"(is|are) not supported|\((DoRA|adapter of|trainable tokens|bias|modules_to_save)")
+# Problems of adapters that are merged here as they are read, and of those that work once peft has merged them.
+_MERGED_HERE = re.compile(r"adapters of .* are not|modules_to_save=|\((adapter of|modules_to_save|weights of)")
+_MERGEABLE = re.compile(r"is not supported|\((DoRA|trainable tokens|bias)")
+_MOST_MERGED_RANK = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeableAdapter:
+    """All that an adapter changes in a checkpoint.
+
+    Args:
+        identity: as that of `LoraWeights`. It depends on the version of the files if some tensors are not read yet.
+        config: of the checkpoint with the changes.
+        pairs: (A, B) as in `LoraWeights`, by the module to whose weight their product is added.
+        tensors: those that take the place of the checkpoint's, by name.
+        versions: those of the files.
+    """
+
+    identity: int
+    config: LlamaConfig
+    pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    tensors: Mapping[str, RemoteSlice]
+    versions: Mapping[Place, str]
+
+    def check_unchanged(self) -> None:
+        """Raises ValueError if a file is no longer the one that was read."""
+        for file, version in self.versions.items():
+            check_unchanged(readable(file), version)
+
+
+@dataclass(frozen=True)
+class _Transposed:
+    """A slice with rows and columns exchanged."""
+
+    slice: Any
+
+    def get_shape(self) -> list[int]:
+        return [*reversed(self.slice.get_shape())]
+
+    def get_dtype(self) -> str:
+        found: str = self.slice.get_dtype()
+        return found
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        found: np.ndarray = self.slice[...].T[index]
+        return found
 
 
 @dataclass(kw_only=True)
@@ -69,6 +117,7 @@ class _Stored:
     """The tensors of an adapter, not read yet."""
 
     tensors: Mapping[str, Any]  # "model.layers.0.self_attn.q_proj.lora_A" -> its slice
+    whole: Mapping[str, Any] = field(default_factory=dict)  # "lm_head.weight" -> its slice
     scale: Callable[[str, int], float]  # of a module and its rank
     ranks: Mapping[str, int] = field(default_factory=dict)  # of the modules that the config targets
     problems: list[str]
@@ -82,8 +131,38 @@ def read_adapter(place: Place, config: LlamaConfig, *, max_rank: int) -> LoraWei
             problems.
         OSError: a file cannot be read.
     """
+    found = _read(place, config, max_rank=max_rank, merges=False)
+    layers: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(config.num_layers)]
+    for module, pair in found.pairs.items():
+        layers[layer_of(module)][module.rpartition(".")[2]] = pair
+    return LoraWeights(identity=found.identity, layers=layers)
+
+
+def read_to_merge(folder: Place, config: LlamaConfig) -> MergeableAdapter:
+    """The adapter of a folder, to be merged into a checkpoint of this config. It may also change the embedding and the
+    head, and have whole tensors (`modules_to_save`), also for another vocabulary. Raises as `read_adapter`."""
+    resized = resized_for(folder, config)
+    found = _read(folder, resized, max_rank=_MOST_MERGED_RANK, merges=True)
+    ends = [key for key in (EMBEDDING.key, HEAD.key) if key in found.tensors]
+    if resized.vocab_size != config.vocab_size and len(ends) < 2:
+        tokens = f"a head and an embedding of {resized.vocab_size} tokens"
+        raise ValueError(f"{folder} is not a LoRA adapter that this model can serve: it lacks {tokens}")
+    is_tied = config.tie_word_embeddings and not ends and found.pairs.keys().isdisjoint(NO_PROJECTIONS)
+    return replace(found, config=replace(resized, tie_word_embeddings=is_tied))
+
+
+def resized_for(folder: Place, config: LlamaConfig) -> LlamaConfig:
+    """The config with the vocabulary's size of the adapter's own embedding, if it has one. Raises as `read_adapter`."""
+    for name, value in _slices(folder).items():
+        if _named(name, value)[0] == EMBEDDING.key and len(shape := value.get_shape()) == 2:
+            return replace(config, vocab_size=shape[0]) if 0 < shape[0] <= MAX_VOCAB_SIZE else config
+    return config
+
+
+def _read(place: Place, config: LlamaConfig, *, max_rank: int, merges: bool) -> MergeableAdapter:
+    """The adapter. Without `merges` it changes projections only."""
     versions = _versions(place)
-    stored = _stored_gguf(local_file(place), config) if is_gguf(place) else _stored_peft(place, config)
+    stored = _stored_gguf(local_file(place), config) if is_gguf(place) else _stored_peft(place, config, merges=merges)
     modules = {key.rpartition(".")[0] for key in stored.tensors} | stored.ranks.keys()
     problems = stored.problems + _pair_problems(stored, modules, config, max_rank)
     if not modules and not problems:
@@ -95,16 +174,14 @@ def read_adapter(place: Place, config: LlamaConfig, *, max_rank: int) -> LoraWei
     problems += [f"not finite, or too large for bfloat16: {grouped(infinite)}"] if infinite else []
     if problems:
         raise ValueError(one_line(f"{place} is not a LoRA adapter that this model can serve: {'; '.join(problems)}"))
-    layers: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(config.num_layers)]
-    for module, pair in pairs.items():
-        layers[layer_of(module)][module.rpartition(".")[2]] = pair
-    return LoraWeights(identity=_identity(pairs), layers=layers)
+    identity = _identity(pairs, sorted(versions.values()) if stored.whole else [])
+    return MergeableAdapter(identity=identity, config=config, pairs=pairs, tensors=stored.whole, versions=versions)
 
 
-def _versions(place: Place) -> list[str]:
-    """Texts that change when the files do."""
+def _versions(place: Place) -> dict[Place, str]:
+    """For each file, a text that changes when the file does."""
     files = parts_of(place) if is_gguf(place) else [place / name for name in ADAPTER_FILES]
-    return [readable(file).version() for file in files if file.exists()]
+    return {file: readable(file).version() for file in files if file.exists()}
 
 
 def _pair(stored: _Stored, module: str) -> tuple[np.ndarray, np.ndarray]:
@@ -114,8 +191,8 @@ def _pair(stored: _Stored, module: str) -> tuple[np.ndarray, np.ndarray]:
         return a, b * np.float32(stored.scale(module, len(a)))
 
 
-def _identity(pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> int:
-    digest = hashlib.blake2b(digest_size=8)
+def _identity(pairs: Mapping[str, tuple[np.ndarray, np.ndarray]], versions: Sequence[str]) -> int:
+    digest = hashlib.blake2b("\n".join(versions).encode(), digest_size=8)
     for module, (a, b) in pairs.items():
         digest.update(f"{module} {len(a)}\n".encode())
         digest.update(a.data)
@@ -125,7 +202,7 @@ def _identity(pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> int:
 
 def _pair_problems(stored: _Stored, modules: Iterable[str], config: LlamaConfig, max_rank: int) -> list[str]:
     """What is wrong with the shapes of A and B."""
-    shapes, tensors = expected_shapes(config), stored.tensors
+    shapes, tensors = _shapes(config), stored.tensors
     pairs = {module: [f"{module}.lora_{x}" for x in "AB"] for module in sorted(modules)}
     missing = [name for pair in pairs.values() for name in pair if name not in tensors]
     problems = [f"missing: {grouped(missing)}"] if missing else []
@@ -148,34 +225,57 @@ def _pair_problems(stored: _Stored, modules: Iterable[str], config: LlamaConfig,
             found.append((f"has rank {ranks[0]}, which is above --max-lora-rank {max_rank}", module))
         elif ranks and ranks[0] != (stated := stored.ranks.get(module, max(ranks[0], 1))):
             found.append((f"has rank {ranks[0]} and should have {stated}", module))
+    found += [
+        (f"has shape {shown(shape)}, not {shapes[name]}", name)
+        for name, value in stored.whole.items()
+        if (shape := tuple(value.get_shape())) != shapes[name]
+    ]
     return problems + by_message(found)
 
 
-def _stored_peft(folder: Place, config: LlamaConfig) -> _Stored:
+def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors that an adapter may change."""
+    return expected_shapes(replace(config, tie_word_embeddings=False))
+
+
+def _stored_peft(folder: Place, config: LlamaConfig, *, merges: bool) -> _Stored:
     if not (folder / ADAPTER_CONFIG).exists():
         raise ValueError(f"{folder} has no {ADAPTER_CONFIG}: it is not a folder of a LoRA adapter")
     raw = read_object(folder / ADAPTER_CONFIG)
     if (kind := raw.get("peft_type")) not in (None, "LORA"):
         raise ValueError(f"{folder} is an adapter of {shown(kind)}; only peft_type='LORA' is supported")
     file, problems = check(raw, AdapterConfig)
-    problems += _setting_problems(raw)
-    tensors, tensor_problems = _by_name(_slices(folder), config)
+    problems += _setting_problems(raw, config, merges=merges)
+    found, tensor_problems = _by_name(_slices(folder), config, merges=merges)
     problems += tensor_problems
+    whole = {name: value for name, value in found.items() if name.endswith(".weight")}
+    tensors = {name: value for name, value in found.items() if name not in whole}
     if file is None:
         return _Stored(tensors=tensors, scale=lambda *_: 1.0, problems=problems)
-    ranks, alphas, target_problems = targets_of(file, config)
+    ranks, alphas, target_problems = targets_of(file, config, merges=merges)
     extra = [] if target_problems else [key for key in tensors if key.rpartition(".")[0] not in ranks]
     problems += target_problems + ([f"not among target_modules: {grouped(extra)}"] if extra else [])
-    problems += [MERGING] if any(map(_MERGEABLE.search, problems)) else []
+    for name in file.modules_to_save or () if merges else ():
+        saved = {key for key in _shapes(config) if f".{key}".endswith(f".{name}.weight")}
+        if not saved or saved - whole.keys():
+            problems.append(f"missing: the weights of {shown(name)}, which modules_to_save names")
+    here = [problem for problem in problems if _MERGED_HERE.search(problem)]
+    if any(_MERGEABLE.search(problem) for problem in problems if problem not in here):
+        problems.append(MERGING)
+    elif here:
+        is_alike = resized_for(folder, config).vocab_size == config.vocab_size and not config.tie_word_embeddings
+        problems.append(f"{f'--models NAME={folder}' if is_alike else f'--model {folder}'} merges it into its model")
 
     def scale(module: str, rank: int) -> float:
         return alphas[module] / (math.sqrt(rank) if file.use_rslora else rank)
 
-    return _Stored(tensors=tensors, scale=scale, ranks=ranks, problems=problems)
+    return _Stored(tensors=tensors, whole=whole, scale=scale, ranks=ranks, problems=problems)
 
 
-def _setting_problems(raw: Mapping[str, Any]) -> list[str]:
-    problems = [f"{name}={shown(raw[name])} is not supported" for name in _REFUSED if raw.get(name)]
+def _setting_problems(raw: Mapping[str, Any], config: LlamaConfig, *, merges: bool) -> list[str]:
+    others = ("ensure_weight_tying",) if config.tie_word_embeddings else ()
+    refused = (*_REFUSED, *others) if merges else (*_REFUSED, "modules_to_save")
+    problems = [f"{name}={shown(raw[name])} is not supported" for name in refused if raw.get(name)]
     if (bias := raw.get("bias")) not in (None, "none"):
         problems.append(f"bias={shown(bias)} is not supported (only 'none')")
     if _CHANGES_BASE.fullmatch(start := str(raw.get("init_lora_weights"))):
@@ -194,22 +294,33 @@ def _slices(folder: Place) -> Mapping[str, Any]:
     raise ValueError(f"{folder} has neither {ADAPTER_FILE} nor {ADAPTER_TORCH_FILE}")
 
 
-def _by_name(slices: Mapping[str, Any], config: LlamaConfig) -> tuple[dict[str, Any], list[str]]:
-    """The tensors of projections by their names in the model, and what is wrong with others."""
-    known = set(config.projections)
+def _named(stored: str, value: Any) -> tuple[str, Any]:
+    """The name in the model of a tensor of the file, and the tensor with outputs as the rows of B."""
+    if match := _EMBEDDING_KEY.fullmatch(stored):  # a token's row of the weight is a column of A, times B
+        return f"{match[1]}_{'B' if match[2] == 'A' else 'A'}", _Transposed(value)
+    if match := _KEY.fullmatch(stored):
+        return match[1], value
+    match = _WHOLE_KEY.fullmatch(stored)
+    return "".join(match.groups()) if match else stored.removeprefix(_PREFIX), value
+
+
+def _by_name(slices: Mapping[str, Any], config: LlamaConfig, *, merges: bool) -> tuple[dict[str, Any], list[str]]:
+    """The tensors that can be used by their names in the model, and what is wrong with others."""
+    modules = (*config.projections, *(NO_PROJECTIONS if merges else ()))
+    known = {f"{module}.lora_{x}" for module in modules for x in "AB"} | (_shapes(config).keys() if merges else set())
     tensors: dict[str, Any] = {}
     found: list[tuple[str, str]] = []
     for stored, value in slices.items():
-        match = _KEY.fullmatch(stored)
-        name = match[1] if match else stored.removeprefix(_PREFIX)
-        if not match or name.rpartition(".")[0] not in known:
+        name, tensor = _named(stored, value)
+        if name not in known:
+            name = stored.removeprefix(_PREFIX)
             found.append((_what_else(name, value.get_shape(), config), name))
             continue
         if name in tensors:
             found.append(("occurs twice", name))
         if value.get_dtype() not in DTYPES:
             found.append((f"has type {value.get_dtype()}, not one of {', '.join(DTYPES)}", name))
-        tensors[name] = value
+        tensors[name] = tensor
     return tensors, by_message(found)
 
 

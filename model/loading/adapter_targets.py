@@ -19,7 +19,7 @@ from model.config import LlamaConfig
 from model.inputs.schema import TEXT, TRUTH, described_as, integer, number
 from model.inputs.words import shown
 
-_NO_PROJECTIONS = ("lm_head", "model.embed_tokens")
+NO_PROJECTIONS = ("lm_head", "model.embed_tokens")  # an adapter of these can only be merged
 _MATCHING_S = 5.0  # for all patterns of a config; a pattern can be written that takes years
 
 _Names = Annotated[list[str] | str, described_as("a list of names or a pattern")]
@@ -38,11 +38,15 @@ class AdapterConfig(msgspec.Struct):
     use_rslora: TRUTH | None = None
     layers_to_transform: Annotated[int | list[int], described_as("an integer or a list of integers")] | None = None
     layers_pattern: _Names | None = None
+    modules_to_save: Annotated[list[str], described_as("a list of names")] | None = None
 
 
-def targets_of(file: AdapterConfig, config: LlamaConfig) -> tuple[dict[str, int], dict[str, float], list[str]]:
-    """The ranks and alphas of the modules that the config targets, and what is wrong with it."""
-    names = (*config.projections, *_NO_PROJECTIONS)
+def targets_of(
+    file: AdapterConfig, config: LlamaConfig, *, merges: bool = False
+) -> tuple[dict[str, int], dict[str, float], list[str]]:
+    """The ranks and alphas of the modules that the config targets, and what is wrong with it. With `merges` the head
+    and the embedding may be among them."""
+    names = (*config.projections, *NO_PROJECTIONS)
     ranks, alphas = file.rank_pattern or {}, file.alpha_pattern or {}
     layers = [file.layers_pattern] if isinstance(file.layers_pattern, str) else file.layers_pattern or []
     for field in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "layers_pattern"):
@@ -68,21 +72,22 @@ def targets_of(file: AdapterConfig, config: LlamaConfig) -> tuple[dict[str, int]
         if named(file.exclude_modules, name):
             return False
         if is_all:
-            return name not in _NO_PROJECTIONS
+            return name not in NO_PROJECTIONS
         if not named(file.target_modules, name):
             return False
         if isinstance(file.target_modules, str) or not wanted:
             return True
         if layers and not any(name in in_layers[pattern] for pattern in layers if pattern):
             return False
-        return name not in _NO_PROJECTIONS and layer_of(name) in wanted
+        return name not in NO_PROJECTIONS and layer_of(name) in wanted
 
     def first[T](patterns: Mapping[str, T], name: str, default: T) -> T:
         return next((value for key, value in patterns.items() if name in suffixes[key]), default)
 
     targets = [name for name in names if is_target(name)]
-    problems = [f"adapters of {name} are not supported" for name in targets if name in _NO_PROJECTIONS]
-    targets = [name for name in targets if name not in _NO_PROJECTIONS]
+    refused = [] if merges else [name for name in targets if name in NO_PROJECTIONS]
+    problems = [f"adapters of {name} are not supported" for name in refused]
+    targets = [name for name in targets if name not in refused]
     if not targets:
         problems.append(f"target_modules={shown(file.target_modules)} names no projection of the model")
     return (

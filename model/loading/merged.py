@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
 
-from model.loading.adapter_targets import layer_of
+from model.inputs.paths import Place
+from model.loading.adapter import MergeableAdapter, read_to_merge
 from model.loading.stored_weights import StoredWeights
 from model.loading.tensors import Checkpoint, Contents, Reader
-from model.network.lora import LoraWeights
-
-_WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,30 +18,37 @@ class MergedWeights(StoredWeights):
     """Stored weights that are not quantised, with an adapter added to them as they are read.
 
     Args:
-        adapter: the adapter. `identity` is its identity, by which two merged checkpoints differ.
+        base: the weights without the adapter.
+        identity: that of the adapter, by which two merged checkpoints differ.
     """
 
+    base: StoredWeights
     identity: int
-    adapter: LoraWeights = field(repr=False, compare=False)
+    adapter: MergeableAdapter = field(repr=False, compare=False)
 
     @classmethod
-    def of(cls, stored: StoredWeights, adapter: LoraWeights) -> Self:
-        """Raises ValueError if an adapter cannot be added to these weights."""
-        if stored.quantization is not None or stored.packing is not None or stored.is_converted:
+    def of(cls, base: StoredWeights, folder: Place) -> Self:
+        """The weights with the adapter of this folder. Raises ValueError if it cannot be added to them, OSError if a
+        file cannot be read."""
+        if base.quantization is not None or base.packing is not None or base.is_converted:
             raise ValueError(
                 "a LoRA adapter is merged into a checkpoint that is neither quantised nor converted, and "
-                f"{stored.path} is: load the adapter with --lora-modules"
+                f"{base.path} is: load the adapter with --lora-modules"
             )
-        return cls(**vars(stored), identity=adapter.identity, adapter=adapter)
+        adapter = read_to_merge(folder, base.config)
+        merged: dict[str, Any] = {"config": adapter.config, "remark": f"merged into {base.path}"}
+        merged |= {"base": base, "identity": adapter.identity, "adapter": adapter}
+        return cls(**vars(base) | merged | {"merged_files": tuple(adapter.versions)})
 
     def _open(self) -> Checkpoint:
-        return MergedCheckpoint(super()._open(), self.adapter)
+        return MergedCheckpoint(self.base._open(), self.adapter)
 
 
 class MergedCheckpoint(Checkpoint):
-    """The tensors of `files`, and of `adapter` in the projections that it changes."""
+    """The tensors of `files` with the changes of `adapter`. A tied head that has changes of its own, or stays when the
+    embedding changes, is the files' embedding with its changes."""
 
-    def __init__(self, files: Checkpoint, adapter: LoraWeights) -> None:
+    def __init__(self, files: Checkpoint, adapter: MergeableAdapter) -> None:
         self._files = files
         self._adapter = adapter
 
@@ -55,32 +60,30 @@ class MergedCheckpoint(Checkpoint):
         self._files.__exit__(*exc)
 
     def contents(self) -> Contents:
-        return self._files.contents()
+        return replace(self._files.contents(), config=self._adapter.config)
 
     def check_unchanged(self) -> None:
         self._files.check_unchanged()
+        self._adapter.check_unchanged()
 
     def kv_ranges(self) -> np.ndarray | None:
         return self._files.kv_ranges()
 
     def shape(self, key: str) -> tuple[int, ...]:
-        return self._files.shape(key)
+        whole = self._adapter.tensors.get(key)
+        return self._files.shape(key) if whole is None else tuple(whole.get_shape())
 
     def reader(self, key: str, rows: slice) -> Reader:
-        read, pair = self._files.reader(key, rows), self._pair(key)
+        whole, pair = self._adapter.tensors.get(key), self._adapter.pairs.get(key.removesuffix(".weight"))
+        read = self._files.reader(key, rows) if whole is None else whole.reader(rows)
         if pair is None:
             return read
         a, b = pair
 
         def merged(index: tuple[slice, ...]) -> np.ndarray:
             of_rows, *of_inputs = index
-            return np.asarray(read(index), np.float32) + b[of_rows] @ a[:, of_inputs[0] if of_inputs else slice(None)]
+            found = np.array(read(index), np.float32)
+            found += b[of_rows] @ a[:, of_inputs[0] if of_inputs else slice(None)]
+            return found
 
         return merged
-
-    def _pair(self, key: str) -> Any:
-        """(A, B) of a projection; None: the adapter does not change the tensor."""
-        module = key.removesuffix(_WEIGHT)
-        if module == key or ".layers." not in key:
-            return None
-        return self._adapter.layers[layer_of(module)].get(module.rpartition(".")[2])

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from huggingface_hub import constants
@@ -18,11 +18,12 @@ from model import presets
 from model.config import MODELOPT_CONFIG, GenerationFile, LlamaConfig, end_id_problems, end_ids
 from model.inputs.fetched import SMALL_FILES, fetched_folder, fetched_parts
 from model.inputs.gguf import GgufFile, is_gguf, parts_of
-from model.inputs.json_file import read_fields
+from model.inputs.json_file import read_fields, read_object
 from model.inputs.paths import Place, is_url, place
 from model.inputs.remote import RemotePath
+from model.inputs.words import shown
 from model.loading.gguf_config import gguf_model_config
-from model.loading.hf_format import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_TORCH_FILE, adapter_fault, is_adapter
+from model.loading.hf_format import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_TORCH_FILE, is_adapter
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
@@ -34,6 +35,7 @@ UNFINISHED = "unfinished-conversion.json"  # in a folder that scripts/convert_ch
 
 _WEIGHT_FILES = ["*.safetensors"]
 _TORCH_FILE = "pytorch_model.bin"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -62,6 +64,8 @@ class ModelSource:
     eos_origin: str  # the file that states them
     path: Path | None  # the folder or GGUF file of config and tokenizer; None for a preset, which has none
     weights: Place | None  # where the weights are: `path`, or the folder in a bucket that `path` is a copy from
+    base: ModelSource | None = None  # the model into which an adapter, at `weights`, is merged
+    own_tokenizer: Path | None = None  # the folder of the adapter's tokenizer, if it has one
 
     @property
     def quant_method(self) -> str | None:
@@ -73,15 +77,29 @@ class ModelSource:
             return "modelopt"
         return (held or {}).get("quant_method")
 
+    @property
+    def tokenizer(self) -> Path | None:
+        """The folder or GGUF file of the tokenizer; None for a preset, which has none."""
+        return self.own_tokenizer or self.path
 
-def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> ModelSource:
+    def with_adapter(self, name: str, folder: Place, config: LlamaConfig) -> Self:
+        """The model with the adapter of this folder, which has the config `config`."""
+        has_own = any((folder / file).exists() for file in _TOKENIZER_FILES)
+        own = local_folder(folder) if has_own else None
+        return replace(self, name=name, config=config, weights=folder, base=self, own_tokenizer=own)
+
+
+def resolve(
+    name: str, *, revision: str | None = None, weights: bool = True, takes_adapters: bool = True
+) -> ModelSource:
     """Finds the model and reads its configuration; a hub model is downloaded first.
 
     Args:
-        name: "demo", "preset:NAME", a folder with a config.json, a GGUF file, the URL of one of these, or a hub name
-            such as "org/model".
+        name: "demo", "preset:NAME", a folder with a config.json or of an adapter, a GGUF file, the URL of one of
+            these, or a hub name such as "org/model".
         revision: branch, tag or commit of a hub model.
         weights: False downloads the small files only (for dummy weights).
+        takes_adapters: False refuses the folder of an adapter.
 
     Raises:
         ValueError: no model has that name, the model is not supported, or the hub cannot be reached.
@@ -104,10 +122,16 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
         case Kind.DEMO:
             where = folder = DEMO_FOLDER
         case Kind.FOLDER:
+            if is_adapter(where):
+                return _merged(name, where, weights=weights, takes_adapters=takes_adapters)
             folder = local_folder(where)
         case Kind.HUB:
             folder = _from_hub(name, revision, SMALL_FILES)
             _check_config(folder, name)
+            if is_adapter(folder):  # or a model in whose folder an adapter's config was left
+                folder = _from_hub(name, revision, [*SMALL_FILES, *_WEIGHT_FILES, ADAPTER_TORCH_FILE])
+                if is_adapter(folder):
+                    return _merged(name, folder, weights=weights, takes_adapters=takes_adapters)
             LlamaConfig.from_file(folder)  # refuses an unsupported model before its weights are downloaded
             if weights:
                 folder = _from_hub(name, revision, [*SMALL_FILES, *_WEIGHT_FILES])
@@ -116,6 +140,23 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
     stated = _end_ids(folder / "generation_config.json", config)
     ends, origin = (config.eos_token_ids, "config.json") if stated is None else (stated, "generation_config.json")
     return found(config=config, eos_token_ids=ends, eos_origin=origin, path=folder, weights=where)
+
+
+def _merged(name: str, folder: Place, *, weights: bool, takes_adapters: bool) -> ModelSource:
+    """The model that an adapter's config names, with the adapter. Raises ValueError if it cannot be found."""
+    from model.loading.adapter import resized_for  # it imports this module
+
+    if not takes_adapters:
+        raise ValueError(f"{name} is an adapter, too")
+    held = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    advice = f"with --model BASE and --models NAME={name} its weights are added to those of BASE"
+    if not isinstance(held, str) or not held:
+        raise ValueError(f"{name} is an adapter, and its base_model_name_or_path names no model: {advice}")
+    try:
+        base = resolve(held, weights=weights, takes_adapters=False)
+    except ValueError as error:
+        raise ValueError(f"{name} is an adapter of {shown(held)}: {error}; {advice}") from error
+    return base.with_adapter(name, folder, resized_for(folder, base.config))
 
 
 def local_folder(folder: Place) -> Path:
@@ -213,10 +254,8 @@ def _kind(name: str, path: Place) -> Kind:
 
 
 def _check_config(folder: Place, name: str) -> None:
-    if (folder / "config.json").exists():
+    if (folder / "config.json").exists() or is_adapter(folder):
         return
-    if is_adapter(folder):
-        raise ValueError(f"{name} {adapter_fault(folder)}")
     raise ValueError(f"the folder {name} has no config.json{_instead(folder)}")
 
 

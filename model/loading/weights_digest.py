@@ -35,8 +35,8 @@ def files_of(stored: StoredWeights) -> list[Place]:
             return [*stored.path.files()]
         return [path for path in stored.path.rglob("*") if not path.is_dir()]
     if is_gguf(stored.path):
-        return [*parts_of(stored.path)]
-    return [stored.path / name for name in files_in(stored.path)]
+        return [*parts_of(stored.path), *stored.merged_files]
+    return [*(stored.path / name for name in files_in(stored.path)), *stored.merged_files]
 
 
 def files_digest(files: Sequence[Place]) -> str:

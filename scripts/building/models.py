@@ -27,13 +27,12 @@ from batcher.stats import ModelState
 from model.execution.device_memory import host_memory
 from model.execution.host_copy import HostCopy
 from model.inputs.paths import Place, place
-from model.loading.adapter import read_adapter
 from model.loading.hf_format import is_adapter
 from model.loading.merged import MergedWeights
 from model.loading.remote_tensors import readable
 from model.loading.weights_digest import files_of
 from scripts.building.load import Loader, find_kv_scales
-from scripts.building.weights import ChosenWeights, check_alike, choose_weights
+from scripts.building.weights import ChosenWeights, check_alike, choose_weights, find_end_tokens
 from server.engine.adapters import AdapterError
 from server.engine.wire import LoadedModel
 from server.grammar.matcher import TokenGrammars, vocabulary_of
@@ -47,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 HOST_SHARE = 0.5  # of the host's free memory, for copies of weights
-MOST_RANK = 512  # of an adapter that is merged
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class RunnersModels:
         """The model's end-of-sequence ids and its grammars."""
         weights = self._chosen[identity]
         folder, ends = self._folder(weights), weights.eos_token_ids
-        tokenizer = self._plan.tokenizer or self._plan.weights.source.path if folder is None else Path(folder)
+        tokenizer = self._plan.tokenizer or self._plan.weights.source.tokenizer if folder is None else Path(folder)
         if tokenizer is None or not ends:
             return ends, None
         size = weights.config.vocab_size
@@ -180,14 +178,16 @@ class RunnersModels:
         own = plan.weights
         if own.stored is None:
             raise ValueError(f"{path} is a LoRA adapter, and the weights of --model are random")
-        adapter = read_adapter(where, own.config, max_rank=MOST_RANK)
-        return replace(own, stored=MergedWeights.of(own.stored, adapter))
+        stored = MergedWeights.of(own.stored.base if isinstance(own.stored, MergedWeights) else own.stored, where)
+        source = (own.source.base or own.source).with_adapter(path, where, stored.config)
+        ends = find_end_tokens(source) if source.own_tokenizer else own.end_tokens
+        return replace(own, source=source, stored=stored, config=stored.config, end_tokens=ends)
 
     def _folder(self, weights: ChosenWeights) -> str | None:
         """Where a model's tokenizer is; None: it has that of the engine's own model."""
-        if isinstance(weights.stored, MergedWeights) or weights.source.path is None:
-            return None
-        return str(weights.source.path)
+        source = weights.source
+        found = source.path if source.base is None else source.own_tokenizer
+        return None if found is None else str(found)
 
 
 def _holds_adapter(where: Place) -> bool:

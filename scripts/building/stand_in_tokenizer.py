@@ -28,8 +28,8 @@ def tokenizer_folder(asked: Place | None, source: ModelSource, spare: Path, revi
     `revision` it is that of the hub."""
     if asked is not None or revision is not None:
         return small_files(source.name if asked is None else str(asked), revision)
-    if source.path is not None:
-        return source.path
+    if source.tokenizer is not None:
+        return source.tokenizer
     write_stand_in_tokenizer(spare, source.config.vocab_size)
     return spare
 

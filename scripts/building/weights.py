@@ -14,7 +14,7 @@ import jax
 
 from model.config import LlamaConfig
 from model.loading.source import ModelSource
-from model.loading.stored_weights import StoredWeights, find_weights
+from model.loading.stored_weights import StoredWeights, weights_of
 from model.loading.weights import random_weights
 from model.network.llama import Llama
 from model.quantization.checkpoint_form import STORED_METHODS
@@ -84,7 +84,7 @@ def choose_weights(settings: EngineSettings, platform: str, tokenizer: Path | No
     if settings.quantization in STORED_METHODS and source.quant_method != settings.quantization:
         held = source.quant_method or "not quantised"
         raise ValueError(f"--quantization {settings.quantization}: the checkpoint is {held}; leave the flag out")
-    stored = _find(settings, source)
+    stored = None if settings.load_format == "dummy" else weights_of(source, settings.load_format)
     config = source.config if stored is None else stored.config
     dtypes = () if stored is None else stored.dtypes
     dtype, reason = choose_dtype(settings.dtype, config.checkpoint_dtype, platform, dtypes)
@@ -113,7 +113,8 @@ def check_alike(weights: ChosenWeights, own: ChosenWeights, name: str) -> None:
     for field, (theirs, ours) in unlike.items():
         if theirs != ours:
             raise ValueError(
-                f"model {name!r}: it is not a model of the same shapes: {field} {_differing(ours, theirs)}"
+                f"model {name!r}: it is not a model of the same shapes: {field} {_differing(ours, theirs)}; alone, as "
+                "--model, it may be served"
             )
 
 
@@ -136,14 +137,6 @@ def bits_of_a_weight(form: WeightForm | None, dtype: str) -> int:
     if form is None:
         return 32 if dtype == "float32" else 16
     return form.bits
-
-
-def _find(settings: EngineSettings, source: ModelSource) -> StoredWeights | None:
-    if settings.load_format == "dummy":
-        return None
-    if source.weights is None:
-        raise ValueError(f"--model {settings.model} has no weights: add --load-format dummy for random ones")
-    return find_weights(source.weights, source.config, settings.load_format)
 
 
 def choose_dtype(
@@ -303,7 +296,7 @@ def find_end_tokens(source: ModelSource, tokenizer: Path | None = None) -> tuple
     Raises:
         ValueError: the tokenizer's files cannot be read.
     """
-    path = tokenizer or source.path
+    path = tokenizer or source.tokenizer
     named = None if path is None else read_named_tokens(path)
     added = {} if named is None else named.added
     texts = {id: text for text, id in added.items()}

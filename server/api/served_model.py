@@ -148,7 +148,8 @@ class ServedModels:
     def _model(self, loaded: LoadedModel, known: Sequence[ByteLevelTokenizer]) -> ServedModel:
         folder, settings = Path(loaded.folder), self._settings
         tokenizer = ByteLevelTokenizer.from_folder(folder, vocab_size=settings.vocab_size, known=known)
-        defaults = settings.generation_rules.defaults_of(folder)
+        is_adapter = (folder / "adapter_config.json").exists()
+        defaults = self._first.generation_defaults if is_adapter else settings.generation_rules.defaults_of(folder)
         name, root = loaded.name, loaded.path
         model = ServedModel(settings, self._engine, tokenizer, name=name, root=root, defaults=defaults)
         return model.with_weights(loaded)

@@ -67,16 +67,26 @@ class Collected:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Folders by name; `merged` is `adapted` with the adapter in its tensors."""
+    """Folders by name; `merged` is `adapted` with the adapter in its tensors. The adapter has an embedding of its own,
+    and changes the head."""
     place = tmp_path_factory.mktemp("models")
     found = {name: place / (name or "own") for name in ("", "one", "two", "merged")}
     for seed, folder in enumerate(found.values()):
         save_hf(model_of(seed), folder, dtype=jnp.float32)
         write_stand_in_tokenizer(folder, CONFIG.vocab_size)
-    found["adapted"] = adapters.random_for(place / "adapter", CONFIG, seed=5)
-    tensors = load_file(found[""] / "model.safetensors")
-    weights = read_adapter(found["adapted"], CONFIG, max_rank=8)
-    save_file(adapters.merged(tensors, weights), found["merged"] / "model.safetensors")
+    plain = adapters.random_for(place / "plain", CONFIG, seed=5)
+    tensors = adapters.merged(load_file(found[""] / "model.safetensors"), read_adapter(plain, CONFIG, max_rank=8))
+    raw, stored = adapters.read(plain)
+    embedding, a, b = tensors["lm_head.weight"][:, ::-1], np.ones((4, 64), np.float32), np.ones((544, 4), np.float32)
+    b[7::9] = -1
+    more = {"model.embed_tokens.weight": embedding, "lm_head.lora_A.weight": a, "lm_head.lora_B.weight": b}
+    raw |= {"target_modules": [*raw["target_modules"], "lm_head"], "modules_to_save": ["embed_tokens"], "lora_alpha": 1}
+    stored |= {f"{adapters.PREFIX}{name}": value for name, value in more.items()}
+    stored |= {name: value * 4 for name, value in stored.items() if name.endswith("proj.lora_B.weight")}
+    found["adapted"] = adapters.write(place / "adapter", raw, stored)
+    tensors["model.embed_tokens.weight"] = np.ascontiguousarray(embedding)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + b @ a / 4
+    save_file(tensors, found["merged"] / "model.safetensors")
     return found
 
 

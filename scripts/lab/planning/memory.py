@@ -155,7 +155,7 @@ def size_up(
     from jax.sharding import AbstractMesh
 
     from model.loading.source import resolve
-    from model.loading.stored_weights import find_weights, has_weights
+    from model.loading.stored_weights import has_weights, weights_of
     from model.network.sharding import TENSOR_AXIS, abstract_model
     from pallas_kernels.chips import GPU_POOL_SHARE
     from pallas_kernels.layout import default_page_size
@@ -167,8 +167,9 @@ def size_up(
     platform, chip = target.platform, target.chip
     source = resolve(settings.model, revision=settings.revision, weights=False)
     config, stored = source.config, None
-    if settings.load_format != "dummy" and source.weights is not None and has_weights(source.weights):
-        stored = find_weights(source.weights, config, settings.load_format)
+    held = (source.base or source).weights
+    if settings.load_format != "dummy" and held is not None and has_weights(held):
+        stored = weights_of(source, settings.load_format)
         config = stored.config
     products: dict[str, Any] = {"reads": chip.reads, "rounded_rows": chip.rounded_rows}
     quantization, _ = choose_quantization(settings.weight_form, stored, config, **products)
