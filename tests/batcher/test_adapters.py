@@ -1,27 +1,22 @@
-"""Requests with LoRA adapters in the engine: staging, failures and changes. No row runs with another one's weights."""
+"""Requests with LoRA adapters in the engine: staging, failures and changes. Among several models: `test_models`."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.change import Change
 from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
-from batcher.request import ErrorCode, FinishReason, Pooling, Request
+from batcher.request import ErrorCode, FinishReason, Request
 from batcher.step import WeightsKind
 from tests.batcher.fake_runner import FakeRunner, expected_tokens
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
 from tests.batcher.test_engine_threads import PATIENCE_S, Gate, Listener
-from tests.examples import examples
 
 CAPACITY = make_capacity(max_loras=2)
 
@@ -40,77 +35,6 @@ def request(name: str, adapter: int, num_tokens: int = 6, first: int = 10, **opt
 def finish(drive: Drive) -> None:
     drive.finish()
     drive.check_outputs()
-
-
-# --- in any company ---
-
-OPTIONS = {
-    "plain": {},
-    "drafts": {"num_drafts": 2, "max_draft_rows": 4},
-}
-
-
-@settings(max_examples=examples(150))
-@given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(OPTIONS)), st.sampled_from(Pooling))
-def test_every_row_has_its_own_weights_whatever_happens(seed: int, kind: str, pooling: Pooling) -> None:
-    """Adapters come and go in few slots and pages, while steps fail, weights change, and requests are preempted,
-    aborted, scored and embedded."""
-    rng = np.random.default_rng(seed)
-    failing = set(rng.integers(0, 60, int(rng.integers(0, 4))).tolist())
-
-    def fail(number: int) -> None:
-        if number in failing:
-            raise RuntimeError("no luck")
-
-    capacity = make_capacity(
-        max_loras=int(rng.integers(1, 4)), num_pages=int(rng.integers(16, 40)), pooling=pooling, keeps_text=True
-    )
-    runner = FakeRunner(capacity, on_result=fail, propose=lambda _known, coming: coming[:1] + [3])
-    options = {"prefix_caching": bool(rng.random() < 0.8), "pipeline_depth": int(rng.integers(1, 4))}
-    drive = Drive(capacity, runner=runner, buckets=OPTIONS[kind], leaves_programs=bool(rng.random() < 0.5), **options)
-    prompt = list(map(int, rng.integers(3, 99, 24)))
-    done: list[Exception | None] = []
-    num_left, num_changes = 16, 0
-    while num_left or drive.engine.num_live:
-        draw = rng.random()
-        if num_left and draw < 0.5:
-            num_left -= 1
-            extra = ({"embeds": True}, {"prompt_logprobs": 1}, {"temperature": 0.7}, {}, {"grammar": "3 2 6"})
-            drive.add(
-                make_request(
-                    str(num_left),
-                    prompt[: int(rng.integers(1, 24))] + [int(rng.integers(3, 99))],
-                    max_tokens=int(rng.integers(1, 16)),
-                    adapter=int(rng.integers(0, 6)),
-                    priority=int(rng.integers(0, 2)),
-                    **extra[int(rng.integers(0, 5))],
-                )
-            )
-        elif draw < 0.53 and drive.requests:
-            drive.engine.abort(str(rng.choice(list(drive.requests))))
-        elif draw < 0.56 and drive.scheduler.running:
-            drive.scheduler.preempt(drive.scheduler.running[int(rng.integers(len(drive.scheduler.running)))])
-        elif draw < 0.59:
-            num_changes += 1
-            serves_after = not num_left or bool(rng.random() < 0.7)
-            drive.engine.change(
-                Change(work=runner._wipe, on_done=done.append, serves_after=partial(bool, serves_after))
-            )
-            while len(done) < num_changes:
-                drive.step()
-            if not serves_after:
-                drive.step()
-                num_changes += 1
-                drive.engine.change(Change(work=lambda: None, on_done=done.append))
-        elif draw < 0.6:
-            drive.engine.reset_prefix_cache()
-        elif draw < 0.7:
-            drive.compile_one()
-        drive.step()
-        assert drive.num_steps < 3000, "somebody starves"
-    drive.check_idle()
-    drive.check_outputs()
-    assert set(done) <= {None}
 
 
 def test_steps_run_with_adapters_only_if_a_row_has_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,13 +14,13 @@ from hypothesis import strategies as st
 from batcher.change import Change
 from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
-from batcher.request import ErrorCode, FinishReason, Request
+from batcher.request import ErrorCode, FinishReason, Pooling, Request
 from batcher.scheduling.model_turns import MOST_WEIGHT, SHARE_OF_COPIES, ModelTurns
 from batcher.stats import ModelState
 from batcher.step import WeightsKind
 from tests.batcher.fake_runner import FakeRunner, expected_tokens
 from tests.batcher.harness import EOS, Clock, Drive, make_capacity, make_request
-from tests.batcher.test_adapters import OPTIONS, Files
+from tests.batcher.test_adapters import Files
 from tests.batcher.test_engine_threads import PATIENCE_S, Gate, Listener
 from tests.examples import examples
 
@@ -45,13 +46,19 @@ def models_of_steps(drive: Drive) -> list[int]:
 # --- in any company ---
 
 
-@settings(max_examples=examples(250))
-@given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(OPTIONS)))
-def test_every_row_has_its_own_model_whatever_happens(seed: int, kind: str) -> None:
+OPTIONS = {
+    "plain": {},
+    "drafts": {"num_drafts": 2, "max_draft_rows": 4},
+}
+
+
+@settings(max_examples=examples(300))
+@given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(OPTIONS)), st.sampled_from(Pooling))
+def test_every_row_has_its_own_model_and_adapter_whatever_happens(seed: int, kind: str, pooling: Pooling) -> None:
     """Models and adapters come and go in few places, slots and pages. Bringing takes time; steps fail, weights change,
-    and requests are preempted, aborted, scored and under grammars."""
+    and requests are preempted, aborted, scored, embedded and under grammars."""
     rng = np.random.default_rng(seed)
-    failing = set(rng.integers(0, 60, int(rng.integers(0, 3))).tolist())
+    failing = set(rng.integers(0, 60, int(rng.integers(0, 4))).tolist())
     step_s, bring_s = (float(rng.choice([0.0, 0.01, 1.0])) for _ in range(2))
 
     def fail(number: int) -> None:
@@ -65,39 +72,54 @@ def test_every_row_has_its_own_model_whatever_happens(seed: int, kind: str) -> N
             raise ValueError("the file has changed")
 
     capacity = make_capacity(
-        max_models=int(rng.integers(2, 5)),
-        max_loras=int(rng.integers(0, 2)),
+        max_models=int(rng.integers(1, 5)),
+        max_loras=int(rng.integers(0, 4)),
         num_pages=int(rng.integers(16, 40)),
+        pooling=pooling,
         keeps_text=True,
     )
     runner = FakeRunner(capacity, on_result=fail, on_stage=bring, propose=lambda _known, coming: coming[:1] + [3])
     options = {"prefix_caching": bool(rng.random() < 0.8), "pipeline_depth": int(rng.integers(1, 4))}
     drive = Drive(capacity, runner=runner, buckets=OPTIONS[kind], leaves_programs=bool(rng.random() < 0.5), **options)
     prompt = list(map(int, rng.integers(3, 99, 24)))
+    extra = (
+        {"embeds": True}, {"prompt_logprobs": 1}, {"temperature": 0.7}, {}, {"grammar": "3 2 6"}, {"client": 1},
+    )  # fmt: skip
     done: list[Exception | None] = []
-    num_left = 20
+    num_left, num_changes = 20, 0
     while num_left or drive.engine.num_live:
         draw = rng.random()
         if num_left and draw < 0.5:
             num_left -= 1
-            extra = ({"prompt_logprobs": 1}, {"temperature": 0.7}, {}, {"grammar": "3 2 6"}, {"client": 1})
             drive.add(
                 make_request(
                     str(num_left),
                     prompt[: int(rng.integers(1, 24))] + [int(rng.integers(3, 99))],
                     max_tokens=int(rng.integers(1, 16)),
-                    model=int(rng.integers(0, 6)),
-                    adapter=int(rng.integers(0, 3)) if capacity.max_loras else 0,
+                    model=int(rng.integers(0, 6)) if capacity.max_models > 1 else 0,
+                    adapter=int(rng.integers(0, 6)) if capacity.max_loras else 0,
                     priority=int(rng.integers(0, 2)),
-                    **extra[int(rng.integers(0, 5))],
+                    **extra[int(rng.integers(0, len(extra)))],
                 )
             )
         elif draw < 0.53 and drive.requests:
             drive.engine.abort(str(rng.choice(list(drive.requests))))
         elif draw < 0.56 and drive.scheduler.running:
             drive.scheduler.preempt(drive.scheduler.running[int(rng.integers(len(drive.scheduler.running)))])
-        elif draw < 0.58:
-            drive.engine.change(Change(work=runner._wipe, on_done=done.append))
+        elif draw < 0.59:
+            num_changes += 1
+            serves_after = not num_left or bool(rng.random() < 0.7)
+            drive.engine.change(
+                Change(work=runner._wipe, on_done=done.append, serves_after=partial(bool, serves_after))
+            )
+            while len(done) < num_changes:
+                drive.step()
+            if not serves_after:
+                drive.step()
+                num_changes += 1
+                drive.engine.change(Change(work=lambda: None, on_done=done.append))
+        elif draw < 0.6:
+            drive.engine.reset_prefix_cache()
         elif draw < 0.7:
             drive.compile_one()
         drive.step()
