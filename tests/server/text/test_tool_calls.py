@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -75,170 +77,20 @@ def pushed(parser, text: str) -> list[Piece]:
 
 CALL = '{"name": "f", "parameters": {"a": 1}}'
 F1 = ("f", '{"a": 1}')
-G = ("g", "{}")
-JSON_CASES = {
-    "a call": (CALL, [F1]),
-    "the other key": ('{"name": "f", "arguments": {"a": 1}}', [F1]),
-    "with the tag": (f"<|python_tag|>{CALL}", [F1]),
-    "with white space": (f"\n {CALL}\n", [F1]),
-    "arguments first": ('{"parameters": {"a": 1}, "name": "f"}', [F1]),
-    "a type before": ('{"type": "}", "name": "f", "parameters": {"a": 1}}', [F1]),
-    "arguments, a type, the name": ('{"parameters": {"a": 1}, "type": "}", "name": "f"}', [F1]),
-    "more keys after": ('{"name": "f", "parameters": {"a": 1}, "x": [{"y": "}"}]}', [F1]),
-    "several": (f'{CALL}; {{"name": "g", "parameters": {{}}}}', [F1, G]),
-    "several on lines": (f'{CALL}\n{{"name": "g", "parameters": {{}}}}', [F1, G]),
-    "several with tags": (f'<|python_tag|>{CALL};<|python_tag|>{{"name": "g", "parameters": {{}}}}', [F1, G]),
-    "several without braces": (f'{CALL[:-1]}; {{"name": "g", "parameters": {{}}', [F1, G]),
-    "a text before": (f"Let me see.\n{CALL}", ["Let me see.\n", F1]),
-    "a text after": (f"{CALL} That is it.", [F1, " That is it."]),
-    "a text between": (f"{CALL} and {CALL}", [F1, " and ", F1]),
-    "text is kept as it was written": ('{"name":"f","parameters":{ "a" :1.50,"b":"\\u00e9é"} }', [
-        ("f", '{ "a" :1.50,"b":"\\u00e9é"}')
-    ]),
-    "escapes in the name": ('{"n\\u0061me": "\\u0066", "parameters": {"a": 1}}', [F1]),
-    "braces in strings": ('{"name": "f", "parameters": {"a": "}{\\"}"}}', [("f", '{"a": "}{\\"}"}')]),
-    "cut after the arguments": ('{"name": "f", "parameters": {"a": 1}, "ty', [F1]),
-    "single quotes": ("{\"name\": \"f\", \"parameters\": {'a': 'x\"', \"b\": 'it\\'s'}}", [
-        ("f", '{"a": "x\\"", "b": "it\'s"}')
-    ]),
-    "control characters": ('{"name": "f", "parameters": {"a": "1\n2\t3\x004"}}', [("f", '{"a": "1\\n2\\t3\\u00004"}')]),
-    "Python's words": ('{"name": "f", "parameters": {"a": True, "b": [False, None]}}', [
-        ("f", '{"a": true, "b": [false, null]}')
-    ]),
-    "keys that are no strings": ('{"name": "f", "parameters": {1: 2, 1.50: 3, True: 4, None: 5}}', [
-        ("f", '{"1": 2, "1.50": 3, "true": 4, "null": 5}')
-    ]),
-    "a comma after the last item": ('{"name": "f", "parameters": {"a": [1, ], }}', [("f", '{"a": [1 ] }')]),
-    "escapes that JSON does not have": (r'{"name": "f", "parameters": {"a": "\d\/\x41\n\u00E9"}}', [
-        ("f", r'{"a": "\\d\/A\n\u00E9"}')
-    ]),
-    "a string that holds an object": (r'{"name": "f", "arguments": "{\"a\": \"1\\n2\", \"b\": True}"}', [
-        ("f", r'{"a": "1\n2", "b": true}')
-    ]),
-    "a string with a line feed": ('{"arguments": " {\\"a\\": \n1}", "name": "f"}', [("f", '{"a": \n1}')]),
-    "a list": (f"[{CALL}]", [F1]),
-    "a list of several": (f'Now: [{CALL}, {CALL},\n{{"name": "g", "parameters": {{}}}}] Done [1].', [
-        "Now: ", F1, F1, G, " Done [1]."
-    ]),
-    "a fence": (f"```json\n{CALL}\n```", [F1]),
-    "fences": (f"Here:\n```\n[{CALL}]\n```\nand\n```tool_call\n{CALL}```", ["Here:\n", F1, "\nand\n", F1]),
-    "a fence that stays open": (f"```json\n{CALL}", [F1]),
-    "fences of their own": (f"```\na [1]\n``` {CALL} ```", ["```\na [1]\n``` ", F1, " ```"]),
-    "an array of other things": (f"[1, {{}}] {CALL}]", ["[1, {}] ", F1, "]"]),
-    "text after a missing brace": (CALL[:-1] + ", so", [F1, ", so"]),
-    "after what is none": ('{"x": 1} {{"name": "f", "parameters": {"a": 1}}', ['{"x": 1} {', F1]),
-}  # fmt: skip
-NO_JSON_CALLS = [
-    "",
-    " \n ",
-    "plain",
-    "; plain",
-    "a < b, <|python_tag",
-    "<|python_tag|>print(1)",
-    "{",
-    "{}",
-    "{x}",
-    CALL.replace('"f"', '"unknown"'),
-    '{"name": "f"}',
-    '{"name": "f", "parameters": null}',
-    '{"name": "f", "parameters": [1]}',
-    '{"name": "f", "parameters": "[1]"}',
-    '{"name": "f", "parameters": "{} x"}',
-    '{"parameters": "", "name": "f"}',
-    '{"name": "f", "parameters": "{"a": 1}',
-    f"```json\n{CALL.replace('"f"', '"unknown"')}\n```",
-    "```python\nx = [1, 2]\n```",
-    "<tool_call>\n" + CALL.replace('"f"', '"unknown"') + "\n</tool_call>",
-    '{"name": ["f"], "parameters": {}}',
-    '{"parameters": {"a": 1}, "parameters": {"a": 1}, "name": "f"}',
-    '{"name": "f", "name": "f", "parameters": {}}',
-    '{"name": "f", "other": 1, "parameters": {}}',
-    '{"answer": {"name": "f", "parameters": {}}}',
-    '{"name" "f"}',
-    '{"name": "f", "parameters"',
-    '{"type": 01, "name": "f", "parameters": {}}',
-    '{"type": "a\nb", "name": "f", "parameters": {}}',
-    "[f(a=1)]",
+TABLES = tomllib.loads(Path(__file__).with_name("tool_calls.toml").read_text())
+CASES = [
+    pytest.param(FORMATS[kind], text, [x if isinstance(x, str) else tuple(x) for x in expected], id=name)
+    for kind, cases in TABLES["calls"].items()
+    for name, (text, expected) in cases.items()
 ]
-PYTHONIC_CASES = {
-    "a call": ("[f(a=1)]", [F1]),
-    "with the tag": ("<|python_tag|>[f(a=1)]", [F1]),
-    "no arguments": ("[g()]", [G]),
-    "several": ("[f(a=1), g()]", [F1, G]),
-    "several lists": ("[f(a=1)]\n[g( )]", [F1, G]),
-    "trailing commas": ("[g(), f(a=1,),]", [G, F1, ",]"]),
-    "white space": ("[ f( a = 1 , b = [ 1 , ] ) , g() ]", [("f", '{"a": 1, "b": [1]}'), G]),
-    "text around": ("Now: [f(a=1)] done", ["Now: ", F1, " done"]),
-    "strings": ("""[f(a='it"s', b="it's", c='\\'\\n\\x41\\u00e9\\U0001F642\\q')]""", [
-        ("f", '{"a": "it\\"s", "b": "it\'s", "c": "\'\\nA\\u00e9\\ud83d\\ude42\\\\q"}')
-    ]),
-    "words": ("[f(a=True, b=False, c=None, d=true)]", [("f", '{"a": true, "b": false, "c": null, "d": true}')]),
-    "numbers": ("[f(a=-1.50, b=.5, c=+1e3, d=007, e=1E3)]", [
-        ("f", '{"a": -1.50, "b": 0.5, "c": 1000.0, "d": 7, "e": 1E3}')
-    ]),
-    "nested": ("[f(a={'b': [1, {}, []], 'c': {'d': 2}})]", [("f", '{"a": {"b": [1, {}, []], "c": {"d": 2}}}')]),
-    "a dotted name": ("[a.b-c()]", [("a.b-c", "{}")]),
-    "cut after a call": ("[f(a=1), ", [F1]),
-    "cut between calls": ("[f(a=1) ", [F1]),
-    "a line break in a string": ("[f(a='1\n2')]", [("f", '{"a": "1\\n2"}')]),
-    "keys that are no strings": ("[f(a={1: {-0.5: True}})]", [("f", '{"a": {"1": {"-0.5": true}}}')]),
-    "a fence": ("```python\n[f(a=1), g()]\n```\n", [F1, G]),
-    "text in a list of calls": ("[g(), but]", [G, ", but]"]),
-}  # fmt: skip
-NO_PYTHONIC_CALLS = [
-    "plain",
-    "[1, 2]",
-    "[x(a=1)]",
-    "[f(1)]",
-    "[f(=1)]",
-    "[f (a=1)]",
-    "f(a=1)",
-    "[[",
-    "[f(",
-    "[f(a",
-    CALL,
+NO_CALLS = [
+    pytest.param(FORMATS[kind], text, [text] if text else [], id=repr(text))
+    for kind, texts in TABLES["no_calls"].items()
+    for text in texts
 ]
-HERMES_CASES = {
-    "a call": (f"<tool_call>\n{CALL}\n</tool_call>", [F1]),
-    "several": (f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\n", [F1, F1]),
-    "a text before and after": (f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>\nSo.", ["Let me see.\n", F1, "\nSo."]),
-    "without tags": (CALL, [F1]),
-    "a fence in the tags": (f"<tool_call>\n```json\n{CALL}\n```\n</tool_call>", [F1]),
-    "other tags": (f"<b>a</b> <tool_call> {CALL} </tool_call> </tool_call>", ["<b>a</b> ", F1, " </tool_call>"]),
-    "no call": ("<tool_call>\n{}\n</tool_call>", ["<tool_call>\n{}\n</tool_call>"]),
-}  # fmt: skip
-GROQ_CALL = '{"id":"call_deok","name":"f","arguments":{"a": 1}}'
-HERMES_CASES |= {
-    "with an id": (f"<tool_call>\n{GROQ_CALL}\n</tool_call>", [F1]),
-    "an id that is a number": ('<tool_call>\n{"id": 0, "name": "f", "arguments": {"a": 1}}\n</tool_call>', [F1]),
-    "the id last": ('<tool_call>\n{"name": "f", "arguments": {"a": 1}, "id": "x}"}\n</tool_call>', [F1]),
-    "several in one pair of tags": (f"<tool_call>\n{GROQ_CALL}\n{CALL}{GROQ_CALL}\n</tool_call>", [F1, F1, F1]),
-    "an id alone": ('<tool_call>\n{"id": "f"}\n</tool_call>', ['<tool_call>\n{"id": "f"}\n</tool_call>']),
-}
-XLAM_CALLS = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
-XLAM_CASES = {
-    "a list": (XLAM_CALLS, [F1, G]),
-    "on lines": (json.dumps(json.loads(XLAM_CALLS), indent=2) + "\n", [("f", '{\n      "a": 1\n    }'), G]),
-    "after thinking": (f"<think>[1]?</think>\n\n{XLAM_CALLS}", ["<think>[1]?</think>\n\n", F1, G]),
-    "in a fence": (f"So:\n```json\n{XLAM_CALLS}\n```\nDone.", ["So:\n", F1, G, "\nDone."]),
-    "between tags": (f"<tool_call>{XLAM_CALLS}</tool_call>", [F1, G]),
-    "text around": (f"Now: {XLAM_CALLS} [done]", ["Now: ", F1, G, " [done]"]),
-    "an empty list": ("[]", ["[]"]),
-    "an unknown tool": ('[{"name": "h", "arguments": {}}]', ['[{"name": "h", "arguments": {}}]']),
-}  # fmt: skip
-ALL = [
-    *((JSON, text, expected) for text, expected in JSON_CASES.values()),
-    *((PYTHONIC, text, expected) for text, expected in PYTHONIC_CASES.values()),
-    *((HERMES, text, expected) for text, expected in HERMES_CASES.values()),
-    *((XLAM, text, expected) for text, expected in XLAM_CASES.values()),
-    *((JSON, text, [text] if text else []) for text in NO_JSON_CALLS),
-    *((PYTHONIC, text, [text]) for text in NO_PYTHONIC_CALLS),
-]
-NAMED = [*JSON_CASES, *PYTHONIC_CASES, *HERMES_CASES, *XLAM_CASES]
-IDS = [*NAMED, *map(repr, NO_JSON_CALLS), *map(repr, NO_PYTHONIC_CALLS)]
 
 
-@pytest.mark.parametrize(("kind", "text", "expected"), ALL, ids=IDS)
+@pytest.mark.parametrize(("kind", "text", "expected"), [*CASES, *NO_CALLS])
 def test_a_text_gives_these_pieces_however_it_is_cut_in_two(kind, text, expected):
     for takes in (False, True):
         assert read(kind, text, takes=takes) == expected
@@ -247,34 +99,10 @@ def test_a_text_gives_these_pieces_however_it_is_cut_in_two(kind, text, expected
             assert read(kind, [text[:cut], text[cut:]], takes=takes) == expected
 
 
-# text -> the arguments that a stream sends in pieces of one character; in a whole answer the text is content
-BROKEN = {
-    "the end in a string": (JSON, '{"name": "f", "parameters": {"a": "lon', '{"a": "lon"}'),
-    "the end in a key": (JSON, '{"name": "f", "parameters": {"a', '{"a": null}'),
-    "the end in an escape": (JSON, '{"name": "f", "parameters": {"a": "\\u00', '{"a": "\\\\u00"}'),
-    "the end after an item": (JSON, '{"name": "f", "parameters": {"a": [1, ', '{"a": [1, ""]}'),
-    "too deep": (JSON, CALL.replace("1", "[" * 66), '{"a": ' + "[" * 63 + '"[[[}}"' + "]" * 63 + "}"),
-    "a word as value": (JSON, CALL.replace("1", "x, 2"), '{"a": "x, 2}}"}'),
-    "a word as key": (JSON, CALL.replace("1", "1, b: 2"), '{"a": 1, "b: 2}}": null}'),
-    "no comma": (JSON, CALL.replace("1", '1 "b"'), '{"a": 1 , "\\"b\\"}}": null}'),
-    "in a list": (JSON, CALL.replace("1", "[1 2]"), '{"a": [1 , "2]}}"]}'),
-    "in a list of calls": (XLAM, '[{"name": "f", "arguments": {"a": 1, x}}]', '{"a": 1, "x}}]": null}'),
-    "a string's end": (PYTHONIC, '[f(a="lon', '{"a": "lon"}'),
-    "a number's end": (PYTHONIC, "[f(a=12", '{"a": "12"}'),
-    "a comma's end": (PYTHONIC, "[f(a=1, b", '{"a": 1, ", b": null}'),
-    "a positional argument": (PYTHONIC, "[f(a=1, 2)]", '{"a": 1, ", 2)]": null}'),
-    "the same keyword again": (PYTHONIC, "[f(a=1, a=2)]", '{"a": 1, ", a=2)]": null}'),
-    "a name as value": (PYTHONIC, "[f(a=x)]", '{"a": "x)]"}'),
-    "an expression": (PYTHONIC, "[f(a=1-2)]", '{"a": "1-2)]"}'),
-    "not finite": (PYTHONIC, "[f(a=+1e999)]", '{"a": "+1e999)]"}'),
-    "no such character": (PYTHONIC, "[f(a='\\U00110000')]", '{"a": "\\\\U00110000\')]"}'),
-    "no code": (PYTHONIC, "[f(a='\\xg')]", '{"a": "\\\\xg\')]"}'),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", TABLES["broken"])
 def test_broken_arguments_are_content_unless_a_part_of_them_is_sent(name):
-    kind, text, arguments = BROKEN[name]
+    format, text, arguments = TABLES["broken"][name]
+    kind = FORMATS[format]
     assert read(kind, text) == read(kind, list(text)) == [text]
     assert read(kind, f"Hm. {'[f(a=1)]' if kind is PYTHONIC else CALL} {text}") == ["Hm. ", F1, " " + text]
     assert read(kind, list(text), takes=True) == [("f", arguments)]
