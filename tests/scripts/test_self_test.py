@@ -55,6 +55,15 @@ def settings(tmp_path_factory) -> EngineSettings:
     return EngineSettings(model=str(folder), device="cpu", compile_cache=str(COMPILED), **limits)
 
 
+@pytest.fixture(scope="module")
+def expected(settings) -> list[int]:
+    """The answer to `REQUEST` over the reference."""
+    built = build_runner(replace(settings, attention_backend="reference"), lambda line: None)
+    (tokens,) = serve_all(warm_engine(built, lambda line: None), [REQUEST]).tokens
+    assert len(tokens) == 4
+    return tokens
+
+
 def test_the_programs_are_the_ladders_own():
     programs = [
         (p.num_tokens, p.num_rows) for p in self_test_programs(bucket_config(EngineSettings(), "gpu", 1), "gpu")
@@ -169,7 +178,7 @@ def test_a_form_that_hangs_is_given_up(settings):
 
 
 @pytest.mark.parametrize("kind", [Faultless, NoNumbers, Refused])
-def test_the_programs_of_a_form_are_traced_while_another_process_tests_it(kind, settings, tmp_path):
+def test_the_programs_of_a_form_are_traced_while_another_process_tests_it(kind, settings, expected, tmp_path):
     """If it fails, those of the form that serves are made anew."""
     tested_s: list[float] = []
 
@@ -181,13 +190,10 @@ def test_the_programs_of_a_form_are_traced_while_another_process_tests_it(kind, 
     built = build_runner(fresh, report, compile_meanwhile=True, backends=in_the_place_of_a_gpus(kind))
     is_early = built.runner.programs._compilation.started_s < tested_s[0]
     assert (built.info.attention.backend, is_early) == (("gpu", True) if kind is Faultless else ("reference", False))
-    expected = build_runner(replace(fresh, attention_backend="reference"), report)
-    own, others = (serve_all(warm_engine(b, report), [REQUEST]).tokens for b in (built, expected))
-    assert len(own[0]) == 4
-    assert own == others
+    assert serve_all(warm_engine(built, report), [REQUEST]).tokens == [expected]
 
 
-def test_a_start_whose_model_the_kernels_do_not_take_serves_with_the_reference(settings):
+def test_a_start_whose_model_the_kernels_do_not_take_serves_with_the_reference(settings, expected):
     """With the kernels' own check of the model, whose heads have 16 dimensions, and programs compiled meanwhile."""
     gpus = Backends(candidates=lambda *_: (Backend.GPU, Backend.GPU_MMA, Backend.REFERENCE), make=paged_attention)
     said: list[str] = []
@@ -198,10 +204,7 @@ def test_a_start_whose_model_the_kernels_do_not_take_serves_with_the_reference(s
     (line,) = (line for line in said if line.startswith("  self-test"))
     assert "WARNING: serving with the attention backend reference, several times slower than " in line
     assert f". Not used: gpu: {failures['gpu']}" in line
-    expected = build_runner(replace(settings, attention_backend="reference"), said.append)
-    own, others = (serve_all(warm_engine(b, said.append), [REQUEST]).tokens for b in (built, expected))
-    assert len(own[0]) == 4
-    assert own == others
+    assert serve_all(warm_engine(built, said.append), [REQUEST]).tokens == [expected]
 
 
 def test_a_hang_that_no_other_form_can_replace_ends_the_start(settings, tmp_path):

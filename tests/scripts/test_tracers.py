@@ -36,7 +36,7 @@ BUILD = partial(build_runner, report=say_nothing, only_programs=True)
 def settings(tmp_path) -> EngineSettings:
     folder = checkpoints.write(tmp_path / "model", "gqa2")
     (tmp_path / "cache").mkdir(mode=0o700)
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32, "num_pages": 8}
+    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 2, "max_model_len": 32, "num_pages": 8}
     return EngineSettings(
         model=str(folder), device="cpu", attention_backend="reference", compile_cache=str(tmp_path / "cache"), **limits
     )
