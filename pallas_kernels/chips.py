@@ -58,11 +58,6 @@ class TpuChip:
         chips = num_devices // self.devices_per_chip
         return num_devices if chips <= self.max_host_chips else HOST_CHIPS * self.devices_per_chip
 
-    @property
-    def memory_bytes_per_cycle(self) -> float:
-        """The bytes that the memory delivers per clock cycle."""
-        return self.memory_bytes_per_s / self.clock_hz
-
 
 TPUS = {
     chip.name: chip

@@ -14,7 +14,7 @@ from pallas_kernels.gpu.decode import RingTiles
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.gpu.parts import NO_PARTS, Parts
 from pallas_kernels.gpu.prefill_hopper import PrefillTiles
-from pallas_kernels.gpu.prefill_memory import COMPUTE_WARPGROUPS, KV8_STAGES
+from pallas_kernels.gpu.prefill_memory import COMPUTE_WARPGROUPS
 from pallas_kernels.gpu.prefill_tile import TILE_M, TileShape
 from pallas_kernels.gpu.tile_list import TOKEN_ALIGNMENT
 from pallas_kernels.spec import AttentionSpec
@@ -122,15 +122,6 @@ def prefill_parts(gpu: Gpu, spec: AttentionSpec, *, num_rows: int, num_tokens: i
 def prefill_block_kv(gpu: Gpu, spec: AttentionSpec) -> int:
     """Keys per step of the prefill kernel that the chip runs."""
     return hopper_prefill_tiles(spec).block_kv if gpu.has_wgmma else mma_prefill_tiles(gpu, spec).block_kv
-
-
-def prefill_blocks_under_way(gpu: Gpu, spec: AttentionSpec) -> int:
-    """Blocks that are copied while the prefill kernel multiplies another one."""
-    if not gpu.has_wgmma:
-        return mma_prefill_tiles(gpu, spec).num_stages - 1
-    if spec.has_kv_scales:
-        return KV8_STAGES
-    return hopper_prefill_tiles(spec).num_stages - 2  # the values of two blocks are in use
 
 
 def merging_ctas(gpu: Gpu) -> int:

@@ -86,4 +86,4 @@ def test_a_decode_s_items_fill_turns() -> None:
     # Blocks of 256, 44 and 100 tokens: two turns, of 3 pages and of 1.
     estimate = kernel.estimate([Row(1, 300), Row(1, 100), Row(64, 64)])
     assert estimate.bundles == (90 + 30) + (90 + 10)
-    assert round(estimate.dma_cycles) == round(400 * 4096 / TARGET.chip.memory_bytes_per_cycle)
+    assert round(estimate.dma_cycles) == round(400 * 4096 / TARGET.memory_bytes_per_cycle)

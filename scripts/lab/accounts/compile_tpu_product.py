@@ -70,8 +70,8 @@ def compile_product(product: Product, target: TpuTarget, folder: Path) -> dict[s
     assert memory is not None
     return {
         "bundles": count_bundles(read_loops(dump), product),
-        "memory_cycles": round(narrow_bytes / chip.memory_bytes_per_cycle),
-        "int8_memory_cycles": round(int8_bytes / chip.memory_bytes_per_cycle),
+        "memory_cycles": round(narrow_bytes / target.memory_bytes_per_cycle),
+        "int8_memory_cycles": round(int8_bytes / target.memory_bytes_per_cycle),
         "matrix_cycles": round(flops / chip.flops_per_cycle),
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,

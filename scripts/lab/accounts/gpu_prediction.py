@@ -17,6 +17,7 @@ import numpy as np
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.gpu import combine, decode, device, prefill_tile, tile_list, tuning, work_list
 from pallas_kernels.gpu.parts import MERGE_PARTS, NO_PARTS, Parts
+from pallas_kernels.gpu.prefill_memory import KV8_STAGES
 from pallas_kernels.spec import AttentionSpec
 from scripts.lab.accounts.gpu_schedule import Launch, Unit
 from scripts.lab.accounts.gpu_schedule import seconds as seconds_of
@@ -139,6 +140,15 @@ def _decode(machine: Machine, kv_lens: list[int], num_rows: int) -> tuple[Launch
     return attend, _to_merge(machine, work.merges, work.num_merges, parts), max(blocks, default=0)
 
 
+def blocks_under_way(gpu: device.Gpu, spec: AttentionSpec) -> int:
+    """Blocks that are copied while the prefill kernel multiplies another one."""
+    if not gpu.has_wgmma:
+        return tuning.mma_prefill_tiles(gpu, spec).num_stages - 1
+    if spec.has_kv_scales:
+        return KV8_STAGES
+    return tuning.hopper_prefill_tiles(spec).num_stages - 2  # the values of two blocks are in use
+
+
 def _prefill(machine: Machine, rows: Rows, *, cut: bool) -> tuple[Launch, list[list[Unit]], int]:
     """The launch of the prefill kernel, what is merged of it, and the blocks of the longest unit."""
     gpu, spec = machine.gpu, machine.spec
@@ -156,7 +166,7 @@ def _prefill(machine: Machine, rows: Rows, *, cut: bool) -> tuple[Launch, list[l
     tiles = np.asarray(work.tiles)[: int(work.num_tiles[0])]
     slots = tuning.prefill_ctas(gpu, spec)
     rows_of_cta = prefill_tile.TILE_M * (2 if gpu.has_wgmma else 1)
-    ctas, under_way = slots // gpu.num_multiprocessors, tuning.prefill_blocks_under_way(gpu, spec)
+    ctas, under_way = slots // gpu.num_multiprocessors, blocks_under_way(gpu, spec)
     block_s = machine.block_s(block_kv, rows_of_cta, machine.prefill_cycles, ctas, under_way)
     shape = prefill_tile.TileShape(spec.num_query_heads // spec.num_kv_heads)
     units: list[Unit] = []

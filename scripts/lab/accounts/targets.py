@@ -25,6 +25,11 @@ class TpuTarget(TpuTopology):
 
     platform = "tpu"
 
+    @property
+    def memory_bytes_per_cycle(self) -> float:
+        """The bytes that the memory delivers per clock cycle."""
+        return self.chip.memory_bytes_per_s / self.chip.clock_hz
+
     def compiling(self, mesh: Mesh) -> contextlib.AbstractContextManager[None]:
         """Nothing: the devices of the mesh say enough."""
         return contextlib.nullcontext()

@@ -134,7 +134,7 @@ class Kernel:
 
     def dma_cycles(self, num_bytes: float) -> float:
         """Cycles in which the memory delivers `num_bytes`."""
-        return num_bytes / self.target.chip.memory_bytes_per_cycle
+        return num_bytes / self.target.memory_bytes_per_cycle
 
     def mxu_cycles(self, pairs: float) -> float:
         """Cycles in which the matrix units of one core multiply `pairs` (query, KV token) pairs."""
