@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -80,6 +81,20 @@ class RunnersModels:
     def read_with(self, loader: Loader) -> None:
         """Reads weights with this loader from now on. It reports nothing: it reads while requests are served."""
         self._loader = replace(loader, report=lambda line: None)
+
+    def describe_copy(self, model: Llama) -> str | None:
+        """How long a model in the host's memory takes to come to the device, at the speed of a copy of the largest of
+        these arrays, which this method makes. None: the host's memory has no room for such a model."""
+        arrays = jax.tree.leaves(nnx.state(model))
+        size = sum(array.nbytes for array in arrays)
+        if size > self._most_bytes:
+            return None
+        copy = HostCopy.of(max(arrays, key=lambda array: array.nbytes))
+        began = time.perf_counter()
+        copied = jax.block_until_ready(copy.on_devices())
+        speed = copied.nbytes / (time.perf_counter() - began)
+        copied.delete()
+        return f"{size / speed:.2f} s: {size / GIB:.2f} GiB at {speed / GIB:.1f} GiB/s, which a copy has reached"
 
     def load(self, path: str) -> int:
         """Checks the model at `path`, whose weights are read when it first runs. Returns its identity.
