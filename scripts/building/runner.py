@@ -180,10 +180,6 @@ def build_runner(
         only_programs: makes a runner that can only compile its programs. Nothing is tested, loaded or allocated on the
             device, which need not be attached.
     """
-    if others is not None and settings.kv_offloading_size:
-        raise ValueError("--kv-offloading-size: the pages of an engine of several hosts cannot leave the devices")
-    if others is not None and settings.has_models:
-        raise ValueError("--models, --models-folder: an engine of several hosts has one model")
     num_hosts, join = (1, None) if others is None else (others.num_hosts, others.join)
     with phase("start", report) as say:
         device = start_device(settings, num_hosts=num_hosts, join=join, folders=folders)

@@ -91,11 +91,20 @@ def test_what_cannot_be_divided_is_refused(number, device, settings, message):
         claimed(number, device, **settings)
 
 
-def test_several_hosts_have_one_engine():
+@pytest.mark.parametrize(
+    ("number", "settings", "message"),
+    [
+        (2, {}, "--data-parallel-size is for one host"),
+        (1, {"kv_offloading_size": 1}, "--kv-offloading-size: the pages of an engine of several hosts"),
+        (1, {"models": {"a": "b"}}, "--models, --models-folder: an engine of several hosts has one model"),
+        (1, {"models_folder": Path("/")}, "--models, --models-folder: an engine of several hosts has one model"),
+    ],
+)
+def test_several_hosts_have_one_engine_of_one_model(number, settings, message):
     cluster = Cluster(coordinator="a", port=1, num_hosts=2, host_id=0, timeout_s=1, secret="0123456789abcdef")
-    over_hosts = ServedSettings(engine=EngineSettings(), tokenizer=Path("model"), cluster=cluster)
-    with pytest.raises(ValueError, match="--data-parallel-size is for one host"):
-        replicas_of(over_hosts, 2)
+    over_hosts = ServedSettings(engine=EngineSettings(**settings), tokenizer=Path("model"), cluster=cluster)
+    with pytest.raises(ValueError, match=message):
+        replicas_of(over_hosts, number)
 
 
 def test_the_first_engine_compiles_for_all_where_programs_are_kept(tmp_path):
