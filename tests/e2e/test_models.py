@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -197,6 +198,48 @@ def test_a_process_that_takes_anothers_place_serves_what_can_be_served(server, h
         assert told(old, "unreadable")
         assert "unreadable/tokenizer.json is not a tokenizer" in told(new, "unreadable", 400)
     assert http.post(UNLOAD, json={"model": "unreadable"}).status_code == 200
+
+
+def test_two_engines_answer_as_one_does(server, http, engine_flags):
+    names = [f"{name}={DEMO_FOLDER / 'adapters' / name}" for name in ("pirate", "almanac")]
+    flags = [*engine_flags, "--models", *names, "--max-resident-models", "2", "--data-parallel-size", "2"]
+    asked = [(name, f"{STORY['prompt']} {end}") for end in ("was", "had", "saw", "and") for name in ("demo", "pirate")]
+    with serve_exported(*flags, "--admin-api-key", ADMIN_KEY) as pair, pair.http(headers=ADMIN) as both:
+        with ThreadPoolExecutor(8) as threads:
+            one, two = (
+                list(threads.map(lambda ask, to=to: told(to, ask[0], prompt=ask[1]), asked * 2)) for to in (http, both)
+            )
+        assert one == two
+        assert both.post(LOAD, json={"model": "again", "path": names[0].partition("=")[2]}).json() == {"success": True}
+        assert told(both, "again") == told(both, "pirate") == told(http, "pirate")
+        assert both.post(UNLOAD, json={"model": "again"}).json() == {"success": True}
+        told(both, "again", 404)
+        brought = re.compile(
+            r'^pallas_serve:models_brought_total{engine="([01])",model_name="demo"} [1-9]', re.MULTILINE
+        )
+        wait_until(lambda: {*brought.findall(both.get("/metrics").text)} == {"0", "1"})
+    assert pair.process.returncode == 0
+
+
+def test_after_kill_9_while_models_change_the_next_start_serves_them(engine_flags, tmp_path):
+    for name in ("pirate", "almanac"):
+        write_full(tmp_path / name, name)
+    flags = [*engine_flags, "--models-folder", str(tmp_path), "--max-resident-models", "2"]
+    with serve_exported(*flags) as killed, killed.http() as http, ThreadPoolExecutor(2) as threads:
+        begun = [Event(), Event()]
+        asked = [
+            threads.submit(streamed, http, name, event, 400)
+            for name, event in zip(("pirate", "almanac"), begun, strict=True)
+        ]
+        assert all(event.wait(60) for event in begun)  # they take each other's place
+        main = psutil.Process(killed.process.pid)
+        for process in (*main.children(recursive=True), main):
+            process.kill()
+        assert all(isinstance(each.exception(60), httpx.HTTPError) for each in asked)
+    with serve_exported(*flags) as server:
+        client = server.client()
+        assert {ask: says(client, *ask) for ask in VOICES} == VOICES
+    assert server.process.returncode == 0
 
 
 def test_a_start_with_a_model_without_a_tokenizer_fails_in_a_line(engine_flags, tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from batcher.request import SamplingParams
 from batcher.stats import ModelState
 from model.loading.adapter import read_adapter
 from scripts.building import device
+from scripts.building.models import RunnersModels
 from scripts.building.stand_in_tokenizer import write_stand_in_tokenizer
 from scripts.lab.demo.export import save_hf
 from scripts.llm import LLM, LoRARequest, RefusedError
@@ -36,6 +39,7 @@ LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, 
 LIMITS["compile_all_first"] = True  # another thread's programs would count as compiled after the warm-up
 NAMES = ("", "one", "two", "adapted")  # "": the LLM's own model
 PROMPTS = [list(range(40, 40 + length)) for length in (6, 20, 35, 50, 20, 35)]  # chunks, and prefixes of each other
+DRAFT = "a draft model"
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
@@ -43,6 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "host memory": {"models_host_memory": 1.0},
     "two chips": {"tensor_parallel_size": 2},
     "int8 weights": {"quantization": "int8"},
+    DRAFT: {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}},
 }
 
 
@@ -100,13 +105,16 @@ def an_llm(folders: dict[str, Path], models: Sequence[str] = (), own: str = "", 
         assert (stats.num_compiles_after_warm_up, stats.integrity_failures, stats.num_pages_used) == (0, 0, 0)
 
 
-def send(llm: LLM, name: str, prompt: Sequence[int], num_tokens: int = 10, number: int = 0) -> Collected:
+def send(
+    llm: LLM, name: str, prompt: Sequence[int], num_tokens: int = 10, number: int = 0, adapter: int = 0
+) -> Collected:
     collected = Collected()
     request = wire.WireRequest(
-        request_id=f"{name} {number}",
+        request_id=f"{name} {number} {adapter}",
         prompt=wire.packed(prompt),
         sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
         model=llm._client.models[name].identity if name else 0,
+        adapter=adapter,
     )
 
     async def submit() -> None:
@@ -147,13 +155,15 @@ def has_eight_devices(monkeypatch):
     "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "plain")]
 )
 def test_every_text_is_that_of_its_model_alone(folders, kind: str) -> None:
-    alone = {}
-    settings = {name: value for name, value in KINDS[kind].items() if name != "models_host_memory"}
+    alone, asked = {}, KINDS[kind]
+    if kind == DRAFT:
+        asked = {"speculative_config": asked["speculative_config"] | {"model": str(folders["two"])}}
+    settings = {name: value for name, value in asked.items() if name != "models_host_memory"}
     for name in NAMES:
         with an_llm(folders, own="merged" if name == "adapted" else name, **settings) as llm:
             alone[name] = texts(llm, ("",))[""]
     assert len({str(found) for found in alone.values()}) == len(NAMES)
-    with an_llm(folders, NAMES[1:], **KINDS[kind]) as llm:
+    with an_llm(folders, NAMES[1:], **asked) as llm:
         assert texts(llm, NAMES) == alone
         stats = llm.stats()
         assert stats.num_models_brought >= len(NAMES) - 1
@@ -168,7 +178,9 @@ def test_every_text_is_that_of_its_model_alone(folders, kind: str) -> None:
 
 def test_models_have_their_own_end_tokens_and_names(folders, tmp_path) -> None:
     place = shutil.copytree(folders["one"], tmp_path / "ends")
-    with an_llm(folders, ("one",)) as llm:
+    said: list[str] = []
+    with an_llm(folders, ("one",), models_host_memory=1, report=said.append) as llm:
+        assert len([line for line in said if "one in the host's memory comes to the device in " in line]) == 1
         tokens = texts(llm, ("one",))["one"][0]
         (place / "generation_config.json").write_text(f'{{"eos_token_id": {tokens[3]}}}')
         assert ask(llm, wire.LoadModel("ends", str(place))).error is None
@@ -197,6 +209,28 @@ def test_models_have_their_own_end_tokens_and_names(folders, tmp_path) -> None:
 
 async def _submit(llm: LLM, request: wire.WireRequest, collected: Collected) -> None:
     llm._client.submit([(request, collected)])
+
+
+# --- the copies in the host's memory ---
+
+
+class TwoArrays(nnx.Module):
+    def __init__(self) -> None:
+        self.embedding = nnx.Param(jnp.zeros((128_256, 512), jnp.float32))
+        self.norm = nnx.Param(jnp.zeros((1 << 25, 1), jnp.bfloat16))
+
+
+@pytest.mark.parametrize(("gib", "has_room"), [(0.4, True), (0.3, False), (0, False)])
+def test_the_bound_of_a_copy_is_the_bytes_of_the_model_over_a_measured_speed(gib: float, has_room: bool) -> None:
+    held = len(jax.live_arrays())
+    model = TwoArrays()
+    said = RunnersModels(SimpleNamespace(settings=SimpleNamespace(models_host_memory=gib))).describe_copy(model)
+    assert (said is not None) == has_room
+    if said is not None:
+        seconds, size, speed = map(float, re.findall(r"([\d.]+) (?:s:|GiB at|GiB/s)", said))
+        assert size == round((128_256 * 512 * 4 + (1 << 25) * 2) / 2**30, 2)
+        assert seconds == pytest.approx(size / speed, rel=0.1, abs=0.01)
+    assert len(jax.live_arrays()) == held + 2
 
 
 # --- what cannot be used ---
@@ -245,6 +279,20 @@ def test_a_file_that_changes_ends_the_requests_of_its_model_only(folders, tmp_pa
             assert "has changed since it was loaded" in last.error
             assert ask(llm, wire.LoadModel("changing", str(place), wire.IfLoaded.REPLACE)).error is None
             assert texts(llm, ("changing",))["changing"] == before["two"]
+
+
+def test_a_name_that_is_loaded_again_leaves_its_running_requests_their_weights(folders, tmp_path) -> None:
+    place = shutil.copytree(folders["one"], tmp_path / "changing")
+    with an_llm(folders | {"changing": place}, ("changing", "two"), max_resident_models=4) as llm:
+        before = texts(llm, ("changing", "two"))
+        running = send(llm, "changing", PROMPTS[0], num_tokens=50)
+        assert "is loaded already" in ask(llm, wire.LoadModel("changing", str(place))).error
+        shutil.copyfile(folders["two"] / "model.safetensors", tmp_path / "new")
+        (tmp_path / "new").replace(place / "model.safetensors")
+        assert ask(llm, wire.LoadModel("changing", str(place), wire.IfLoaded.REPLACE)).error is None
+        assert texts(llm, ("changing",))["changing"] == before["two"]
+        assert running.last.result(60).finish_reason == "length"
+        assert running.tokens[:10] == before["changing"][0]
 
 
 def test_one_model_refuses_others(folders) -> None:
@@ -311,6 +359,21 @@ def test_updates_and_sleep_leave_the_other_models_their_weights(folders) -> None
         llm.update_weights(nnx.state(model_of(0)), names="own")
         llm.wake_up()
         assert texts(llm, NAMES) == before
+        running = send(llm, "one", PROMPTS[0], num_tokens=50)
+        llm._ask(wire.ChangeWeights(wire.WeightsChange.RELOAD, str(folders["two"])))
+        assert running.last.result(60).finish_reason == "length" and running.tokens[:10] == before["one"][0]
+        assert texts(llm, NAMES) == before | {"": before["two"]}
+
+
+@pytest.mark.slow
+def test_adapters_of_the_first_model_run_between_the_others(folders) -> None:
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "lora_modules": [f"lora={folders['adapted']}"]}
+    with an_llm(folders, NAMES[1:], **lora) as llm:
+        adapter = llm._client.adapters["lora"].identity
+        adapted = [send(llm, "", prompt, number=number, adapter=adapter) for number, prompt in enumerate(PROMPTS)]
+        told = texts(llm, NAMES)
+        assert [each.last.result(60) and each.tokens for each in adapted] == told["adapted"]
+        assert told["adapted"] != told[""]
 
 
 @pytest.mark.slow
