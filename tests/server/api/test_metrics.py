@@ -36,9 +36,11 @@ def samples(metrics: ServerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...
     return found
 
 
-def metrics_of(stats: EngineStats, prefix: str = "pallas_serve:", max_loras: int = 0, **options) -> ServerMetrics:
+def metrics_of(
+    stats: EngineStats, prefix: str = "pallas_serve:", max_loras: int = 0, max_models: int = 0, **options
+) -> ServerMetrics:
     cache = {"page_size": "16", "num_pages": "99"}
-    info = EngineInfo(max_model_len=10, vocab_size=10, cache_config=cache, max_loras=max_loras)
+    info = EngineInfo(max_model_len=10, vocab_size=10, cache_config=cache, max_loras=max_loras, max_models=max_models)
     return ServerMetrics([Source(stats, info)], prefix=prefix, model_name="m", **options)
 
 
@@ -186,7 +188,8 @@ DASHBOARD = Path(__file__).parents[3] / "scripts/deploy/grafana-dashboard.json"
 def test_every_query_of_the_dashboard_is_about_metrics_and_labels_that_are_exported(prefix):
     """The overlays of Kubernetes have vLLM's prefix. The dashboard finds the one that there is."""
     stats = EngineStats(finished={"stop": 1}, offloading=OffloadingCounts(num_places=1))
-    metrics = metrics_of(stats, prefix=prefix, max_loras=1)
+    metrics = metrics_of(stats, prefix=prefix, max_loras=1, max_models=2)
+    metrics.observe_usage(None, "pirate", 3, 4)
     metrics.observe_response(handler="/v1/chat/completions", method="POST", status=200, seconds=0.1)
     exported = {name: {label for labels in found for label, _ in labels} for name, found in samples(metrics).items()}
     dashboard = json.loads(DASHBOARD.read_text())
