@@ -3,6 +3,7 @@
     scripts/plan --model 8b --target v6e:1x1
     scripts/plan --model 8b --target v6e:2x4 --workload chat --slo ttft_ms=500,tpot_ms=40 --price-per-hour 22
     scripts/plan --model 70b --target 8xh100 --workload 1000/1000 --max-concurrency 128
+    scripts/plan --model 8b --target h200 --num-models 7 --workload chat --slo ttft_ms=2000,tpot_ms=100
     scripts/plan --model 8b --target 1xh100 --workload rag --slo ttft_ms=2000 --html plan.html
 
 The memory of each chip is counted from shapes, and the largest step is compiled by the chip's own compiler, without the
@@ -60,6 +61,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="compare the best settings with some of their replicas as --kv-role prefill, the others as decode",
     )
+    load.add_argument(
+        "--num-models", type=int, metavar="N", help="models of this shape in one engine, which requests name evenly"
+    )
     load.add_argument("--max-concurrency", type=int, metavar="N", help="clients that each send one request at a time")
     price = p.add_argument_group("cost")
     price.add_argument("--price-per-hour", type=float, help="of all chips of the target together")
@@ -105,6 +109,11 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is not simulated: leave it out of a plan with --workload")
     if args.prefill_apart and (args.workload is None or args.no_simulate or args.max_concurrency is not None):
         raise ValueError("--prefill-apart needs --workload, and neither --no-simulate nor --max-concurrency")
+    if args.num_models is not None and (args.num_models < 2 or args.models or args.models_folder):
+        raise ValueError(f"--num-models {args.num_models}: it is at least 2, in place of --models and --models-folder")
+    has_models = args.num_models or args.models or args.models_folder
+    if args.workload is not None and has_models and (args.no_simulate or args.prefill_apart):
+        raise ValueError("--num-models, --models: several models are simulated, without --no-simulate, --prefill-apart")
     if args.request_rate is not None and args.max_concurrency is not None:
         raise ValueError("--request-rate and --max-concurrency exclude each other")
     for name in ("api_price", "currency"):

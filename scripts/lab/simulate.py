@@ -1,6 +1,7 @@
 """Compares admission policies in simulated time: the real scheduler over a device that only costs time.
 
     python -m scripts.lab simulate --long-prompts 512 2048 [--trace FILE] [--even-context 26600]
+    python -m scripts.lab simulate --models 7 --targets h100 h200 v6e:2x4 [--trace FILE] [-- FLAGS]
     python -m scripts.lab simulate [--trace FILE] [--num-requests 600] [--pools 16384 65536] [--contexts 8192 131072]
 
 All requests of a workload arrive at once. A step takes 8 ms, and 0.02 ms more per padded token. Three policies are
@@ -10,6 +11,12 @@ as soon as a page is missing; and a clairvoyant policy that knows every output's
 With --long-prompts, values of --long-prefill-token-threshold are compared on prompts of 100,000 tokens among short
 ones: latencies of the short ones, and the time to the first token of the long ones. With --even-context a step also
 takes the time of its chunks' attention, and each threshold is shown with both kinds of --step-budget.
+
+With --models, that many 8B models of one shape are served on the chips of a target: by one engine, whose models take
+turns; by as many processes, of which one is awake; and by as many engines with a chip each. The requests of the trace,
+whose arrivals are stretched or shortened, name the models evenly or by Zipf's law. The highest rate counts at which
+enough of them keep both limits of latency. Times of steps are the planner's. Weights come from the host's memory at the
+published bandwidth of the link.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import argparse
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -25,9 +33,11 @@ import numpy as np
 
 from batcher.long_prompts import LongPrompts
 from scripts.flags.errors import add_debug_flag, run_command
-from scripts.lab.load.arrivals import arrival_times
+from scripts.lab.load.arrivals import arrival_times, at_rate
 from scripts.lab.load.lengths import Trace
 from scripts.lab.load.presets import TRAFFIC
+from scripts.lab.planning.fleets import COLUMNS, Targets, compare_ways, planned, ways
+from scripts.lab.planning.target import parse_target
 from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, WithAttention, simulate
 from scripts.lab.simulation.policies import AdmitIfFree, Clairvoyant
 from scripts.lab.tables import Table, say, say_head
@@ -35,6 +45,8 @@ from server.flag import EachCounts
 
 PAGE_SIZE = 64  # tokens
 LONG = 100_000  # tokens of a long prompt
+CONTEXT = 8192  # tokens, of several models
+LEAST_REQUESTS = 100  # of a rate, however low it is
 POLICIES = ("forecast", "admit if free", "clairvoyant")
 LIMITS = ("none", "2048", "exact", "mixed")
 # (prompt, output): "conversation" has the distribution of Azure's trace; "code" has longer prompts and short outputs.
@@ -180,6 +192,27 @@ def _percentiles(seconds: list[float]) -> str | None:
     return " / ".join(f"{seconds:.3f}" for seconds in np.percentile(seconds, [50, 99])) if seconds else None
 
 
+def compare_fleets(args: argparse.Namespace) -> None:
+    """Prints a table of the highest rates within the targets, of each target and way."""
+    trace = None if args.trace is None else Trace.read(args.trace)
+
+    def arriving(rate: float) -> list[SimulatedRequest]:
+        count = max(LEAST_REQUESTS, round(rate * args.seconds))
+        prompts, outputs = lengths("conversation", count, args.trace)
+        times = arrival_times(count, rate=1.0, burstiness=1.0, random=np.random.default_rng(1))
+        sent = backlog(prompts, outputs, limit="none", max_model_len=CONTEXT)
+        at = at_rate(times if trace is None else trace.window(0, count).arrival_s, rate).tolist()
+        return [replace(request, arrival_s=arrival_s) for request, arrival_s in zip(sent, at, strict=True)]
+
+    table = Table(COLUMNS, say)
+    for name in args.targets:
+        target = parse_target(name)
+        plan = partial(planned, target, ["--max-model-len", str(CONTEXT), *args.flags], args.models)
+        found = list(ways(plan, args.models, target.num_devices or 1, args.resident))
+        limits = Targets(ttft_s=args.ttft, tpot_s=args.tpot, share=args.share)
+        compare_ways(table, name, found, arriving, args.models, limits)
+
+
 def compare_policies(args: argparse.Namespace) -> None:
     """Prints a table of steps, preemptions, recomputed tokens and worst inter-token latency of each policy."""
     say("Costs are preemptions / recomputed tokens / worst ITL in seconds.\n")
@@ -195,7 +228,9 @@ def compare_policies(args: argparse.Namespace) -> None:
 def bench(args: argparse.Namespace) -> int:
     """Prints the table that is asked for, and returns the exit code."""
     say_head()
-    if args.long_prompts:
+    if args.models:
+        compare_fleets(args)
+    elif args.long_prompts:
         compare_thresholds(args.long_prompts, args.num_requests, args.trace, args.even_context)
     else:
         compare_policies(args)
@@ -218,6 +253,17 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument(
         "--even-context", type=float, metavar="TOKENS", help="of context, with attention as dear as products"
     )
+    p.add_argument("--models", type=int, metavar="N", help="compare ways to serve so many models")
+    p.add_argument("--targets", nargs="+", action=EachCounts, default=["h100"], metavar="TARGET", help="default: h100")
+    p.add_argument(
+        "--resident", type=int, nargs="+", action=EachCounts, default=[0], metavar="N",
+        help="models on the device of one engine (default: 0, as many as an engine chooses)",
+    )  # fmt: skip
+    p.add_argument("--seconds", type=float, default=120.0, metavar="S", help="of arrivals at a rate (default: 120)")
+    p.add_argument("--ttft", type=float, default=2.0, metavar="S", help="a request's limit (default: 2)")
+    p.add_argument("--tpot", type=float, default=0.1, metavar="S", help="a request's limit (default: 0.1)")
+    p.add_argument("--share", type=float, default=0.9, help="of the requests that keep both limits (default: 0.9)")
+    p.add_argument("flags", nargs="*", metavar="FLAG", help="of engines with several models, after --")
     add_debug_flag(p)
     args = p.parse_args(argv)
     return run_command("simulate", lambda: bench(args), debug=args.debug)

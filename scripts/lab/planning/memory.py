@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from batcher.buckets import BucketConfig
     from model.config import LlamaConfig
+    from model.execution.device_memory import DeviceMemory
     from model.execution.memory_plan import MemoryNeeds
     from model.network.llama import Llama
     from model.quantization.forms import Rounding
@@ -33,6 +34,9 @@ class MemoryPlan:
     page_size: int  # tokens
     max_model_len: int
     buckets: BucketConfig
+    num_models: int = 1
+    max_models: int = 0  # on the device at once; 0: there is one model only
+    others: int = 0  # of `needs.state`, the weights of other models
 
     @property
     def kv_bytes(self) -> int:
@@ -90,26 +94,59 @@ class Sizes:
             account: the compiler's, of the largest step; None: the weights are counted from shapes, and of the
                 temporaries an upper bound.
         """
-        from model.execution.device_memory import DeviceMemory
-        from model.execution.memory_plan import memory_needs, plan_pages
+        from model.execution.memory_plan import memory_needs, plan_pages, weights_bytes
         from scripts.building.limits import bucket_config, runner_config
 
         buckets = bucket_config(settings, self.target.platform, self.chips)
         limits = runner_config(settings, buckets, self.max_model_len)
         needs = memory_needs(self.model, self.attention, limits)
+        others = max(0, limits.max_models - 1) * weights_bytes(self.model)
         if account is not None:
-            weights = account.arguments - needs.state - (account.num_pages + 1) * needs.page
+            weights = account.arguments - (needs.state - others) - (account.num_pages + 1) * needs.page
             needs = replace(needs, weights=weights, temporaries=account.temporaries)
         page_size = self.attention.spec.page_size
-        total = int(self.device_gib * GIB * self.pool_share)
-        memory = DeviceMemory(total=total, free=total - needs.weights, is_host=False)
         return MemoryPlan(
             needs=needs,
-            num_pages=settings.num_pages or plan_pages(memory, needs, limits, page_size=page_size),
+            num_pages=settings.num_pages or plan_pages(self._device(needs), needs, limits, page_size=page_size),
             page_size=page_size,
             max_model_len=self.max_model_len,
             buckets=buckets,
+            num_models=limits.max_models if settings.models_folder else 1 + len(settings.named_models),
+            max_models=limits.max_models,
+            others=others,
         )
+
+    def with_models(self, settings: EngineSettings) -> EngineSettings:
+        """The settings with a number of models on the device. As in an engine it is by default the largest that leaves
+        half of the K/V pages of one model, and at least 2."""
+        from model.execution.memory_plan import fitting_pages, memory_needs
+        from scripts.building.limits import LEAST_MODELS, bucket_config, runner_config
+
+        if not settings.has_models or settings.max_resident_models is not None:
+            return settings
+        limits = runner_config(settings, bucket_config(settings, self.target.platform, self.chips), self.max_model_len)
+
+        def num_pages(num_models: int) -> int:
+            counted = replace(limits, max_models=num_models)
+            needs = memory_needs(self.model, self.attention, counted)
+            return fitting_pages(self._device(needs), needs, counted)
+
+        half, counts = num_pages(1) // 2, range(LEAST_MODELS, len(settings.named_models) + 2)
+        most = max((count for count in counts if num_pages(count) >= half), default=LEAST_MODELS)
+        return replace(settings, max_resident_models=most)
+
+    def _device(self, needs: MemoryNeeds) -> DeviceMemory:
+        from model.execution.device_memory import DeviceMemory
+
+        total = int(self.device_gib * GIB * self.pool_share)
+        return DeviceMemory(total=total, free=total - needs.weights, is_host=False)
+
+    @cached_property
+    def bring_s(self) -> float:
+        """The seconds in which a model comes from the host's memory, at the published bandwidth of the link."""
+        from model.execution.memory_plan import weights_bytes
+
+        return weights_bytes(self.model) / self.target.host_bytes_per_s
 
     @cached_property
     def roofline(self) -> Roofline:

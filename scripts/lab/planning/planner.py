@@ -191,6 +191,7 @@ class Planner:
         settings = replace(self._settings, tensor_parallel_size=chips, max_num_seqs=rows, max_num_batched_tokens=budget)
         if chips not in self._sizes:
             self._sizes[chips] = size_up(settings, self.target, chips, self.args.device_memory)
+        settings = self._sizes[chips].with_models(settings)
         one = Candidate(
             sizes=self._sizes[chips], settings=settings, memory=self._sizes[chips].memory(settings), num_replicas=1
         )
@@ -293,6 +294,8 @@ def read_settings(args: argparse.Namespace) -> EngineSettings:
         args.model, args.load_format = f"preset:{preset}", "dummy"
     if args.tensor_parallel_size is None:
         args.tensor_parallel_size = 1
+    if getattr(args, "num_models", None) is not None:
+        args.models = [f"NAME{number}=PATH{number}" for number in range(1, args.num_models)]
     return EngineSettings.from_namespace(args)
 
 

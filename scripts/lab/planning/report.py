@@ -44,7 +44,8 @@ def memory_lines(sizes: Sizes, memory: MemoryPlan, account: Account | None, unco
         (by, weights, needs.weights),
         (by, kv, memory.kv_bytes),
         (by, step, needs.temporaries),
-        (COUNTED, f"state of {memory.buckets.max_num_seqs} request slots", needs.state),
+        (COUNTED, f"state of {memory.buckets.max_num_seqs} request slots", needs.state - memory.others),
+        *([(COUNTED, f"weights of {memory.max_models - 1} other models", memory.others)] if memory.others else []),
         (by, "of each chip", memory.total),
     ]
     for mark, name, size in parts:
@@ -56,6 +57,12 @@ def memory_lines(sizes: Sizes, memory: MemoryPlan, account: Account | None, unco
             COMPILED,
             f"the largest step, {how} of {account.num_layers} layers, {account.num_pages} pages: arguments "
             f"{account.arguments / GIB:.2f} GiB{code}; {account.cpu_s:.0f} CPU seconds",
+        )
+    if memory.num_models > memory.max_models > 0:
+        yield marked(
+            COUNTED,
+            f"{memory.num_models} models, {memory.max_models} on the device at once: the others come from the host's "
+            f"memory in {sizes.bring_s:.2f} s at {sizes.target.host_bytes_per_s / 1e9:g} GB/s, which was not measured",
         )
     if uncompiled is not None:
         yield marked(COUNTED, f"not compiled, so the temporaries are an upper bound: {uncompiled}")
@@ -199,6 +206,10 @@ def command(candidate: Candidate, account: Account | None) -> str:
         words += ["--num-pages", str(candidate.memory.num_pages)]
     if candidate.replicas_per_host > 1:
         words += ["--data-parallel-size", str(candidate.replicas_per_host)]
+    if named := settings.named_models:
+        words += ["--models", *(f"{each.name}={each.path}" for each in named)]
+    if candidate.memory.max_models:
+        words += ["--max-resident-models", str(candidate.memory.max_models)]
     if not settings.enable_prefix_caching:
         words.append("--no-enable-prefix-caching")
     return shlex.join(words)
@@ -238,6 +249,10 @@ def memory_json(sizes: Sizes, memory: MemoryPlan, account: Account | None, uncom
         "room_tokens": memory.num_pages * memory.page_size,
         "room_requests": memory.num_pages // memory.pages_per_seq,
         "max_model_len": memory.max_model_len,
+        "num_models": memory.num_models,
+        "max_resident_models": memory.max_models,
+        "other_models": memory.others,
+        "bring_model_s": sizes.bring_s if memory.max_models else None,
         "kv_dtype": sizes.kv_dtype,
         "mark": COUNTED if account is None else COMPILED,
         "compiled": None if account is None else asdict(account),

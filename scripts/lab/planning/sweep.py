@@ -12,6 +12,7 @@ from scripts.lab.planning.memory import MemoryPlan, Sizes
 from scripts.lab.planning.roofline import HOST_ROW_S, HOST_STEP_S
 from scripts.lab.planning.workload import DEFAULT_PERCENTILE, METRICS, Objectives, Workload, arriving
 from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, simulate
+from scripts.lab.simulation.models import among
 
 SEQS = (256, 64, 128, 512)
 TOKENS = (2048, 512, 1024, 4096, 8192)
@@ -64,6 +65,8 @@ class Candidate:
             cost=self.sizes.roofline,
             host_step_s=HOST_STEP_S,
             host_row_s=HOST_ROW_S,
+            max_models=self.memory.max_models,
+            bring_s=self.sizes.bring_s,
         )
 
     @property
@@ -145,6 +148,8 @@ class Simulator:
         """
         replicas = candidate.num_replicas
         requests = workload.draw(candidate.num_requests, candidate.memory.max_model_len)
+        if candidate.memory.max_models:
+            requests = among(requests, candidate.memory.num_models)
         in_flight = None
         if rate is None:
             rows = candidate.memory.buckets.max_num_seqs

@@ -12,6 +12,12 @@ from scripts.building.step_times import LINKS, Link, flops_per_s
 CHIPS: dict[str, TpuChip | GpuChip] = {**TPUS, **GPUS}
 
 
+# Bytes per second from the host's memory to a device. GPUs: PCIe of NVIDIA's data sheets, both directions halved. TPUs:
+# Google's pages do not say it, and "How to Scale Your Model" calculates with this.
+HOST_LINKS = {"a100": 32e9, "l4": 32e9, "h100": 64e9, "h200": 64e9, "b200": 64e9, "b300": 64e9, "rtx5090": 64e9}
+TPU_HOST_LINK = 15e9
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """Devices as jax counts them."""
@@ -40,6 +46,11 @@ class Target:
     @property
     def link(self) -> Link:
         return LINKS[self.chip.name]
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """The bandwidth of a device to the host's memory, in one direction."""
+        return HOST_LINKS.get(self.chip.name, TPU_HOST_LINK)
 
     @property
     def flops_per_s(self) -> float:

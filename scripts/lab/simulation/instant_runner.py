@@ -38,11 +38,9 @@ class InstantRunner:
             self._handles[rows] = _Handle(output)
         return self._handles[rows]
 
-    def stage(self, kind: WeightsKind, identity: int) -> None:
-        raise NotImplementedError("the simulated engine has no adapters")
+    def stage(self, kind: WeightsKind, identity: int) -> None: ...
 
-    def drop(self, kind: WeightsKind, identity: int) -> None:
-        raise NotImplementedError("the simulated engine has no adapters")
+    def drop(self, kind: WeightsKind, identity: int) -> None: ...
 
     def read_pages(self, pages: Sequence[int]) -> PagesRead:
         return NO_PAGES

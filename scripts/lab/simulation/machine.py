@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 
@@ -17,12 +18,13 @@ from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.page_store import Offloading, PageSource
 from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.requests.admission import make_request_state
+from batcher.requests.live_requests import Staged
 from batcher.requests.page_mover import Loaded, Saved
 from batcher.scheduling.forecast import Forecast
 from batcher.scheduling.page_moves import PageLoad
 from batcher.scheduling.request_state import RequestState
 from batcher.scheduling.step_plan import StepPlan
-from batcher.step import Capacity, StepOutput
+from batcher.step import Capacity, StepOutput, WeightsKind
 from scripts.lab.simulation.instant_runner import NO_PAGES, TOKEN, InstantRunner
 
 EOS = 1
@@ -41,6 +43,7 @@ class SimulatedRequest:
     max_tokens: int | None = None  # None: up to the context's length
     num_shared: int = 0  # leading tokens of the prompt that all requests with the same `prefix` have in common
     prefix: int = 0
+    model: int = 0  # 0: the one that is always on the device
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Machine:
     # Seconds of the host per step and per row of it. With two steps in flight they pass while the device runs.
     host_step_s: float = 0.0
     host_row_s: float = 0.0
+    max_models: int = 0  # on the device at once; 0: there is one model only
+    bring_s: float = 0.0  # in which the weights of a model come to the device, while steps of others run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +122,7 @@ class Result:
     row_seconds: float = 0.0  # rows with a use, times the seconds of their steps
     device_s: float = 0.0  # seconds in which a step ran
     most_pages: int = 0  # that were in use at once
+    num_brought: int = 0  # copies of a model's weights to the device
     itl: list[float] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
     served: list[Served] = field(default_factory=list)  # in the order of their ends
@@ -158,6 +164,7 @@ class SimulatedEngine:
             max_model_len=machine.max_model_len,
             max_num_batched_tokens=machine.max_num_batched_tokens,
             vocab_size=VOCAB_SIZE,
+            max_models=machine.max_models,
             page_bytes=1,
             pages_of_copy=machine.max_model_len // machine.page_size + 1,  # a load is one copy
         )
@@ -183,6 +190,7 @@ class SimulatedEngine:
         self._ends: deque[float] = deque()  # of the steps in flight
         self._page_s = fetched_page_s
         self._loads: deque[tuple[float, PageLoad]] = deque()  # and when their pages have come
+        self._brought: deque[tuple[float, WeightsKind, int]] = deque()  # weights, and when they have come
         self._last_heard: dict[str, float] = {}
 
     def add(self, number: int, request: SimulatedRequest) -> None:
@@ -190,13 +198,23 @@ class SimulatedEngine:
         self._wanted[str(number)] = request.num_output
         self._coming.append((number, request))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all requests that were sent have ended."""
+        return not self.core.requests.sequences and not self._coming
+
     def run_until(self, time_s: float, hear: Callable[[RequestState, RequestOutput], None] | None = None) -> None:
         """Takes in what arrives until then, and all steps that end until then. `hear` gets their outputs."""
         while self._admit(time_s):
+            self._stage()
             self._dispatch()
+            if not self.core.in_flight:
+                self._stage()  # a model for which others leave, because none of them can run
             end_s = self._ends[0] if self._ends else math.inf
-            if self._loads and self._loads[0][0] <= min(end_s, time_s):
-                self._take_load()
+            other_s, take = min(self._others(), key=itemgetter(0), default=(math.inf, _nothing))
+            if other_s <= min(end_s, time_s):
+                self.now = max(self.now, other_s)
+                take()
                 continue
             if end_s > time_s or not self._ends:
                 return
@@ -207,9 +225,31 @@ class SimulatedEngine:
                 if hear is not None:
                     hear(sequence, output)
 
+    def _others(self) -> Iterator[tuple[float, Callable[[], object]]]:
+        """What happens next besides the end of a step, and when."""
+        if self._loads:
+            yield self._loads[0][0], self._take_load
+        if self._brought:
+            yield self._brought[0][0], self._take_brought
+        models = self.core.scheduler.models
+        if models is not None and not self._ends:
+            if (departure := models.next_departure()) is not None:
+                yield departure, _nothing
+            if self._coming and self._coming[0][1].arrival_s > self.now:
+                yield self._coming[0][1].arrival_s, _nothing
+
+    def _stage(self) -> None:
+        """The weights of models come one after the other."""
+        for kind, identity in self.core.next_to_stage(may_stage=True):
+            began_s = max(self.now, self._brought[-1][0] if self._brought else 0.0)
+            self._brought.append((began_s + self._machine.bring_s, kind, identity))
+
+    def _take_brought(self) -> None:
+        _, kind, identity = self._brought.popleft()
+        self.core.requests.take_staged(Staged(kind, identity, None, self._machine.bring_s))
+
     def _take_load(self) -> None:
-        end_s, load = self._loads.popleft()
-        self.now = max(self.now, end_s)
+        _, load = self._loads.popleft()
         self.core.take_moved(Loaded(load, NO_PAGES, len(load.away), is_last=True))
 
     def _move_pages(self) -> None:
@@ -260,6 +300,8 @@ class SimulatedEngine:
         self.run_until(math.inf)
         self.result.seconds = self.now
         self.result.num_preemptions = self.core.scheduler.num_preemptions
+        if self.core.scheduler.models is not None:
+            self.result.num_brought = self.core.scheduler.models.num_brought
         self.core.scheduler.check_integrity()
         return self.result
 
@@ -329,7 +371,11 @@ def _sequence(number: int, request: SimulatedRequest, capacity: Capacity, arrive
     sampling = SamplingParams(max_tokens=min(request.max_tokens or room, room), temperature=0.0, seed=0)
     return make_request_state(
         Request(
-            request_id=str(number), prompt=tuple(prompt_of(number, request).tolist()), sampling=sampling, source=_SOURCE
+            request_id=str(number),
+            prompt=tuple(prompt_of(number, request).tolist()),
+            sampling=sampling,
+            model=request.model,
+            source=_SOURCE,
         ),
         lambda _output: None,
         capacity=capacity,
@@ -337,6 +383,10 @@ def _sequence(number: int, request: SimulatedRequest, capacity: Capacity, arrive
         seed=0,
         arrived_s=arrived_s,
     )
+
+
+def _nothing() -> None:
+    """Only the time goes on."""
 
 
 def _drawn(core: EngineCore, wanted: dict[str, int]) -> StepOutput:
