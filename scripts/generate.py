@@ -176,6 +176,7 @@ def main(argv: list[str] | None = None) -> int:
         def load() -> LLM:
             keywords = dataclasses.asdict(settings)
             keywords |= {"tokenizer": args.tokenizer, "served_model_name": args.served_model_name}
+            keywords["trust_request_chat_template"] = False
             return LLM(report=lambda line: tqdm.write(report_lines(line), file=sys.stderr), **keywords)
 
         answering = {flag_name(EngineSettings, name): getattr(settings, name) for name in ANSWERING} | {

@@ -15,8 +15,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from model.inputs.json_file import read_text
-from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.words import report_lines
 from model.loading.source import DEMO, Kind, ModelSource
 from scripts.building.device import runs_on_tpu
@@ -28,7 +26,15 @@ from scripts.flags.config_file import CONFIG, with_config
 from scripts.flags.errors import add_debug_flag, failed
 from scripts.flags.lora import check_names_differ, lora_modules, named_models
 from scripts.flags.parsing import PrintCompletion, add_grouped_help, parse_flags
-from scripts.flags.serve import KEY_VARIABLE, ServeFlags, api_keys, batch_concurrency, generation_rules, tls_files
+from scripts.flags.serve import (
+    DECLARED,
+    KEY_VARIABLE,
+    ServeFlags,
+    answer_settings,
+    api_keys,
+    batch_concurrency,
+    tls_files,
+)
 from scripts.flags.settings import EngineSettings, ServedSettings, add_engine_flags
 from server.engine.routing import Router
 from server.engine.scratch_folder import ScratchFolder
@@ -36,7 +42,7 @@ from server.flag import add_flags, values_of
 from server.http.descriptors import open_standard_streams
 from server.logs import configure_log
 from server.main import run
-from server.settings import Settings, TlsFiles
+from server.settings import Settings
 
 logger = logging.getLogger("pallas_serve")
 
@@ -45,7 +51,6 @@ LEADER = "scripts.building.several_hosts:build_leader"
 FOLLOWER = "scripts.building.several_hosts:build_follower"
 _PLAN = (sys.executable, "-m", "scripts.lab", "plan")  # `scripts/plan`, which plans for the page
 _PROGRAM = re.compile(r"(/.*/)?(vllm|trl|python[\d.]*)|serve|vllm-serve|-m|vllm\.entrypoints\.[\w.]+")
-DECLARED = (ClusterFlags, Settings, ServeFlags, TlsFiles)  # the classes of its own flags, in the order of the help
 # The flags that `--help` shows without a group, and README.md.
 COMMON_FLAGS = (
     "--model --max-model-len --quantization --kv-cache-dtype --tensor-parallel-size --data-parallel-size "
@@ -79,7 +84,6 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
     _check_role(args)
     names = args.served_model_name or (DEMO if source.name == DEMO else args.model,)
     check_names_differ(named_models(args.models or ()), lora_modules(args.lora_modules or ()), names)
-    rules = generation_rules(args)
     return Settings(
         tokenizer_folder=tokenizer,
         vocab_size=source.config.vocab_size,
@@ -88,11 +92,6 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         version=version(),
         tls=tls_files(args),
         api_keys=api_keys(args),
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-        chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
-        generation_defaults=rules.defaults_of(source.path),
-        generation_rules=rules,
         planner=(*_PLAN, "--model", args.model, "--load-format", args.load_format, "--answer-choices", names[0]),
         lora_folder=args.lora_folder,
         models_folder=args.models_folder,
@@ -100,6 +99,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         computes_for_others=args.kv_role == "prefill",
         transfer_timeout_s=args.kv_transfer_timeout,
         debug=args.debug,
+        **answer_settings(args, source.path),
         **values_of(Settings, args),
     )
 
@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None, router: Router | None = None) -> int:
         cluster = cluster_of(args, os.environ, has_tpu=lambda: runs_on_tpu(engine))
         source = engine.source()
         if source.kind is Kind.HUB:  # downloaded once, by this process
-            engine = dataclasses.replace(engine, model=str(source.path), revision=None)
+            engine = dataclasses.replace(engine, model=str(source.weights), revision=None)
         with ScratchFolder() as spare:
             tokenizer = tokenizer_folder(args.tokenizer, source, spare.path, args.tokenizer_revision)
             settings = server_settings(args, source, tokenizer)

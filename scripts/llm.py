@@ -39,7 +39,8 @@ from model.inputs.paths import place
 from scripts.building.build import build
 from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.flags.lora import check_names_differ
-from scripts.flags.settings import EngineSettings
+from scripts.flags.serve import DECLARED, offline_settings
+from scripts.flags.settings import read_keywords
 from scripts.offline.arguments import (
     AllParams,
     ChatOptions,
@@ -75,6 +76,7 @@ from scripts.offline.results import (
     scored,
 )
 from scripts.offline.training import EngineForTraining
+from scripts.offline.worker import check_alone, num_chips, worker_class
 from server.api.answers.logprobs import scores_by_id
 from server.app import create_app, create_state
 from server.batches.in_process import post
@@ -82,7 +84,7 @@ from server.engine.generation import ScoredToken
 from server.engine.scratch_folder import ScratchFolder
 from server.engine.wire import IfLoaded, LoadAdapter
 from server.http.request_error import RequestError
-from server.settings import GenerationDefaults, Settings
+from server.settings import Settings
 from server.text.stream import decode_text
 from server.text.tokenizer import ByteLevelTokenizer
 
@@ -108,9 +110,11 @@ class LLM(EngineForTraining):
         model: the value of the server's `--model`.
         tokenizer: a folder, here or in a bucket, or a hub name, with a tokenizer that replaces the model's own.
         tokenizer_revision: the branch, tag or commit of the tokenizer on the hub.
-        served_model_name: the model's name in request bodies; by default `model`.
+        served_model_name: the model's name in request bodies, or several; by default `model`.
         report: is called with the lines of the start-up report.
-        settings: the other engine flags by name, such as `max_num_seqs=16` (`scripts.flags.settings.EngineSettings`).
+        worker_extension_cls: a class, or its name, whose methods `collective_rpc` calls on the worker. They reach
+            `self.model_runner.model.load_weights`.
+        settings: the server's other flags by name, such as `max_num_seqs=16` or `generation_config="vllm"`.
             `models={"NAME": PATH}` loads more models of the same shape; `generate(..., model="NAME")` asks one.
 
     Raises:
@@ -123,34 +127,39 @@ class LLM(EngineForTraining):
         *,
         tokenizer: str | Path | None = None,
         tokenizer_revision: str | None = None,
-        served_model_name: str | None = None,
+        served_model_name: str | Sequence[str] | None = None,
         report: Callable[[str], None] = lambda line: None,
+        worker_extension_cls: str | type | None = None,
         **settings: Any,
     ) -> None:
+        worker = worker_class(worker_extension_cls)
         # The queue has no limit: the engine refuses no request for a full queue.
-        self.settings = EngineSettings.from_keywords(model=model, **settings | {"max_queue": NO_LIMIT})
-        self.model_name = served_model_name or model
-        check_names_differ(self.settings.named_models, self.settings.adapters, (self.model_name,))
+        keywords = {"model": model, "trust_request_chat_template": True} | settings | {"max_queue": NO_LIMIT}
+        self.settings, args = read_keywords(keywords, *DECLARED)
+        names = [served_model_name or model] if isinstance(served_model_name, str | None) else served_model_name
+        self.model_name, *_ = names
+        check_names_differ(self.settings.named_models, self.settings.adapters, names)
         asked = None if tokenizer is None else place(tokenizer, "tokenizer")
         source = self.settings.source()
+        of_requests = offline_settings(args, source.path)
         with ScratchFolder() as spare:
             folder = tokenizer_folder(asked, source, spare.path, tokenizer_revision)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
             self._tokens = tokens
             engine, built, adapters = build(self.settings, report, lambda vocab_size: tokens, tokenizer_folder=folder)
+        check_alone(worker, num_chips(built))
         self._thread = LoopThread()
-        super().__init__(engine, built, adapters, self._thread)
+        super().__init__(engine, built, adapters, self._thread, worker)
         # Twice the rows: the next request is waiting when one finishes.
         self.max_in_flight = 2 * engine.ladder.config.max_num_seqs
         self._beginning = threading.Lock()
         self._pending: list[Pending] = []  # those that may not have ended
-        defaults = GenerationDefaults.from_folder(source.path) if source.path else GenerationDefaults()
         server = Settings(
             tokenizer_folder=folder,
-            model_names=(self.model_name,),
-            generation_defaults=defaults,
+            model_names=tuple(names),
             lora_folder=None if self.settings.lora_folder is None else Path(self.settings.lora_folder),
             models_folder=None if self.settings.models_folder is None else Path(self.settings.models_folder),
+            **of_requests,
         )
         self._state = create_state(server, self._client, tokens)
         self._app = create_app(self._state)
@@ -258,12 +267,6 @@ class LLM(EngineForTraining):
         del values["max_new_tokens"]
         return SamplingParams(**values)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Empties the prefix cache; with `reset_connector`, also those in the host's memory and in files."""
-        self.take_loaded()
-        self.engine.reset_prefix_cache(reset_external=reset_connector)
-        return True
-
     def get_metrics(self) -> list[Sample]:
         """The server's metrics as they are now: those of its /metrics, each with `name`, `labels` and `value`."""
         families = text_string_to_metric_families(self._state.metrics.render().decode())
@@ -350,8 +353,9 @@ class LLM(EngineForTraining):
         self, items: Sequence[dict[str, Any]], params: AllParams, options: Options, *, is_chat: bool = False
     ) -> list[dict[str, Any]]:
         """The request bodies of these items with their parameters."""
-        fields = fields_of(options, ChatOptions if is_chat else Options)
-        bodies = [own | item | fields for item, own in paired(items, params, is_chat=is_chat)]
+        fields = fields_of(options, ChatOptions if is_chat else Options, len(items))
+        pairs = zip(paired(items, params, is_chat=is_chat), fields, strict=True)
+        bodies = [own | item | given for (item, own), given in pairs]
         return self._with_adapters(bodies, options.get("lora_request"))
 
     def _continue(self, prompts: Prompts, params: AllParams, options: Options, *, as_ids: bool = False) -> Pending:

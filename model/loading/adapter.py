@@ -18,31 +18,24 @@ import numpy as np
 from model.config import LlamaConfig
 from model.inputs.gguf import is_gguf, parts_of
 from model.inputs.json_file import read_object
-from model.inputs.limits import MAX_JSON_BYTES, MAX_VOCAB_SIZE
 from model.inputs.paths import Place
 from model.inputs.schema import check
 from model.inputs.words import one_line, shown
+from model.loading.adapter_files import PREFIX, named, resized_for, slices_of
 from model.loading.adapter_targets import NO_PROJECTIONS, AdapterConfig, layer_of, targets_of
+from model.loading.copies import local_file
 from model.loading.hf_format import (
     ADAPTER_CONFIG,
-    ADAPTER_FILE,
     ADAPTER_FILES,
-    ADAPTER_TORCH_FILE,
     EMBEDDING,
     HEAD,
     MERGING,
     expected_shapes,
 )
-from model.loading.remote_tensors import RemoteSlice, RemoteTensors, check_unchanged, readable
-from model.loading.source import local_file
+from model.loading.remote_tensors import RemoteSlice, check_unchanged, readable
 from model.loading.tensor_files import DTYPES, by_message, grouped
-from model.loading.torch_file import read_torch_file
 from model.network.lora import LoraWeights
 
-_PREFIX = "base_model.model."  # some trainers leave it out
-_KEY = re.compile(r"(?:base_model\.model\.)?(.+\.lora_[AB])(?:\.default)?\.weight")
-_EMBEDDING_KEY = re.compile(r"(?:base_model\.model\.)?(.+\.lora)_embedding_([AB])(?:\.default)?")
-_WHOLE_KEY = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.modules_to_save(?:\.default)?|\.base_layer)?(\.weight)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)  # a greater float32 becomes infinite on a chip
 
@@ -94,24 +87,6 @@ class MergeableAdapter:
             check_unchanged(readable(file), version)
 
 
-@dataclass(frozen=True)
-class _Transposed:
-    """A slice with rows and columns exchanged."""
-
-    slice: Any
-
-    def get_shape(self) -> list[int]:
-        return [*reversed(self.slice.get_shape())]
-
-    def get_dtype(self) -> str:
-        found: str = self.slice.get_dtype()
-        return found
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        found: np.ndarray = self.slice[...].T[index]
-        return found
-
-
 @dataclass(kw_only=True)
 class _Stored:
     """The tensors of an adapter, not read yet."""
@@ -149,14 +124,6 @@ def read_to_merge(folder: Place, config: LlamaConfig) -> MergeableAdapter:
         raise ValueError(f"{folder} is not a LoRA adapter that this model can serve: it lacks {tokens}")
     is_tied = config.tie_word_embeddings and not ends and found.pairs.keys().isdisjoint(NO_PROJECTIONS)
     return replace(found, config=replace(resized, tie_word_embeddings=is_tied))
-
-
-def resized_for(folder: Place, config: LlamaConfig) -> LlamaConfig:
-    """The config with the vocabulary's size of the adapter's own embedding, if it has one. Raises as `read_adapter`."""
-    for name, value in _slices(folder).items():
-        if _named(name, value)[0] == EMBEDDING.key and len(shape := value.get_shape()) == 2:
-            return replace(config, vocab_size=shape[0]) if 0 < shape[0] <= MAX_VOCAB_SIZE else config
-    return config
 
 
 def _read(place: Place, config: LlamaConfig, *, max_rank: int, merges: bool) -> MergeableAdapter:
@@ -246,7 +213,7 @@ def _stored_peft(folder: Place, config: LlamaConfig, *, merges: bool) -> _Stored
         raise ValueError(f"{folder} is an adapter of {shown(kind)}; only peft_type='LORA' is supported")
     file, problems = check(raw, AdapterConfig)
     problems += _setting_problems(raw, config, merges=merges)
-    found, tensor_problems = _by_name(_slices(folder), config, merges=merges)
+    found, tensor_problems = _by_name(slices_of(folder), config, merges=merges)
     problems += tensor_problems
     whole = {name: value for name, value in found.items() if name.endswith(".weight")}
     tensors = {name: value for name, value in found.items() if name not in whole}
@@ -284,26 +251,6 @@ def _setting_problems(raw: Mapping[str, Any], config: LlamaConfig, *, merges: bo
     return problems
 
 
-def _slices(folder: Place) -> Mapping[str, Any]:
-    """The tensors by their names in the file."""
-    safetensors, torch_file = folder / ADAPTER_FILE, folder / ADAPTER_TORCH_FILE
-    if safetensors.exists():
-        return RemoteTensors(safetensors, max_header=MAX_JSON_BYTES).slices()
-    if torch_file.exists():
-        return read_torch_file(local_file(torch_file))
-    raise ValueError(f"{folder} has neither {ADAPTER_FILE} nor {ADAPTER_TORCH_FILE}")
-
-
-def _named(stored: str, value: Any) -> tuple[str, Any]:
-    """The name in the model of a tensor of the file, and the tensor with outputs as the rows of B."""
-    if match := _EMBEDDING_KEY.fullmatch(stored):  # a token's row of the weight is a column of A, times B
-        return f"{match[1]}_{'B' if match[2] == 'A' else 'A'}", _Transposed(value)
-    if match := _KEY.fullmatch(stored):
-        return match[1], value
-    match = _WHOLE_KEY.fullmatch(stored)
-    return "".join(match.groups()) if match else stored.removeprefix(_PREFIX), value
-
-
 def _by_name(slices: Mapping[str, Any], config: LlamaConfig, *, merges: bool) -> tuple[dict[str, Any], list[str]]:
     """The tensors that can be used by their names in the model, and what is wrong with others."""
     modules = (*config.projections, *(NO_PROJECTIONS if merges else ()))
@@ -311,9 +258,9 @@ def _by_name(slices: Mapping[str, Any], config: LlamaConfig, *, merges: bool) ->
     tensors: dict[str, Any] = {}
     found: list[tuple[str, str]] = []
     for stored, value in slices.items():
-        name, tensor = _named(stored, value)
+        name, tensor = named(stored, value)
         if name not in known:
-            name = stored.removeprefix(_PREFIX)
+            name = stored.removeprefix(PREFIX)
             found.append((_what_else(name, value.get_shape(), config), name))
             continue
         if name in tensors:

@@ -9,7 +9,8 @@ import numpy as np
 
 from model.inputs.paths import Place
 from model.loading.adapter import MergeableAdapter, read_to_merge
-from model.loading.stored_weights import StoredWeights
+from model.loading.source import ModelSource
+from model.loading.stored_weights import StoredWeights, find_weights
 from model.loading.tensors import Checkpoint, Contents, Reader
 
 
@@ -42,6 +43,16 @@ class MergedWeights(StoredWeights):
 
     def _open(self) -> Checkpoint:
         return MergedCheckpoint(self.base._open(), self.adapter)
+
+
+def weights_of(source: ModelSource, load_format: str = "auto") -> StoredWeights:
+    """The weights of a model, with the adapter that is merged into them. ValueError as from `find_weights`, also if it
+    has no weights or they take no adapter; OSError if a file cannot be read."""
+    base = source.base or source
+    if base.weights is None:
+        raise ValueError(f"--model {source.name} has no weights: add --load-format dummy for random ones")
+    found = find_weights(base.weights, base.config, load_format)
+    return found if source.base is None or source.weights is None else MergedWeights.of(found, source.weights)
 
 
 class MergedCheckpoint(Checkpoint):

@@ -12,23 +12,21 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-from huggingface_hub import constants
 
 from model import presets
 from model.config import MODELOPT_CONFIG, GenerationFile, LlamaConfig, end_id_problems, end_ids
-from model.inputs.fetched import SMALL_FILES, fetched_folder, fetched_parts
-from model.inputs.gguf import GgufFile, is_gguf, parts_of
+from model.inputs.fetched import SMALL_FILES
+from model.inputs.gguf import GgufFile, is_gguf
 from model.inputs.json_file import read_fields, read_object
 from model.inputs.paths import Place, is_url, place
-from model.inputs.remote import RemotePath
 from model.inputs.words import shown
+from model.loading.adapter_files import resized_for
+from model.loading.copies import local_file, local_folder
 from model.loading.gguf_config import gguf_model_config
 from model.loading.hf_format import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_TORCH_FILE, is_adapter
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
-COPIES = Path(constants.HF_HOME) / "pallas-serve"  # of files in buckets, next to what comes from the hub
-
 CONVERTED = "orbax"  # the subfolder of a model that scripts/convert_checkpoint.py writes
 CONVERSION_FILE = "stored.json"  # in it. `orbax_format` reads it, whose import takes most of a second
 UNFINISHED = "unfinished-conversion.json"  # in a folder that scripts/convert_checkpoint.py has not finished
@@ -144,8 +142,6 @@ def resolve(
 
 def _merged(name: str, folder: Place, *, weights: bool, takes_adapters: bool) -> ModelSource:
     """The model that an adapter's config names, with the adapter. Raises ValueError if it cannot be found."""
-    from model.loading.adapter import resized_for  # it imports this module
-
     if not takes_adapters:
         raise ValueError(f"{name} is an adapter, too")
     held = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -157,11 +153,6 @@ def _merged(name: str, folder: Place, *, weights: bool, takes_adapters: bool) ->
     except ValueError as error:
         raise ValueError(f"{name} is an adapter of {shown(held)}: {error}; {advice}") from error
     return base.with_adapter(name, folder, resized_for(folder, base.config))
-
-
-def local_folder(folder: Place) -> Path:
-    """A folder of this machine with the small files of `folder`: of the model's config, tokenizer and template."""
-    return fetched_folder(folder, COPIES) if isinstance(folder, RemotePath) else folder
 
 
 def small_files(name: str, revision: str | None = None) -> Path:
@@ -177,11 +168,6 @@ def small_files(name: str, revision: str | None = None) -> Path:
     return local_folder(where)
 
 
-def local_file(file: Place) -> Path:
-    """A file of this machine with the content of `file`. The other parts of a split GGUF file are next to it."""
-    return fetched_parts(parts_of(file), COPIES) if isinstance(file, RemotePath) else file
-
-
 def head_folder(name: str, *, weights: bool = True) -> Path:
     """The folder of an EAGLE head; one on the hub or in a bucket is downloaded first.
 
@@ -194,10 +180,8 @@ def head_folder(name: str, *, weights: bool = True) -> Path:
     """
     where = place(name, "head")
     if where.is_dir():
-        if not isinstance(where, RemotePath):
-            return where
         patterns = [*SMALL_FILES, *((*_WEIGHT_FILES, _TORCH_FILE) if weights else ())]
-        return fetched_folder(where, COPIES, patterns, max_bytes=None)
+        return local_folder(where, patterns, max_bytes=None)
     if is_url(name) or not _HUB_NAME.fullmatch(name):
         raise ValueError(f"no head {name!r}: it can be a folder or a hub name (org/head)")
     folder = _from_hub(name, None, [*SMALL_FILES, *(_WEIGHT_FILES if weights else ())])

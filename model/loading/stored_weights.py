@@ -12,7 +12,7 @@ from model.inputs.gguf import is_gguf
 from model.inputs.paths import Place
 from model.loading.checkpoint import open_checkpoint
 from model.loading.hf_format import HEAD
-from model.loading.source import CONVERTED, ModelSource
+from model.loading.source import CONVERTED
 from model.loading.tensors import Checkpoint, Contents
 from model.loading.weights import load
 from model.network.llama import Llama
@@ -87,17 +87,3 @@ def find_weights(path: Place, config: LlamaConfig, load_format: str = "auto") ->
     stated = found.config.checkpoint_dtype or (found.dtypes[0] if len(found.dtypes) == 1 else None)
     found = replace(found, config=replace(found.config, checkpoint_dtype=stated))
     return StoredWeights(path=path, is_converted=is_converted, remark=remark, **vars(found))
-
-
-def weights_of(source: ModelSource, load_format: str = "auto") -> StoredWeights:
-    """The weights of a model, with the adapter that is merged into them. ValueError as from `find_weights`, also if it
-    has no weights or they take no adapter; OSError if a file cannot be read."""
-    base = source.base or source
-    if base.weights is None:
-        raise ValueError(f"--model {source.name} has no weights: add --load-format dummy for random ones")
-    found = find_weights(base.weights, base.config, load_format)
-    if source.base is None or source.weights is None:
-        return found
-    from model.loading.merged import MergedWeights  # it imports this module
-
-    return MergedWeights.of(found, source.weights)

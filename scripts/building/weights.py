@@ -13,8 +13,9 @@ from typing import Any
 import jax
 
 from model.config import LlamaConfig
+from model.loading.merged import weights_of
 from model.loading.source import ModelSource
-from model.loading.stored_weights import StoredWeights, weights_of
+from model.loading.stored_weights import StoredWeights
 from model.loading.weights import random_weights
 from model.network.llama import Llama
 from model.quantization.checkpoint_form import STORED_METHODS

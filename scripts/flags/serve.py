@@ -9,17 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from model.inputs.json_file import read_text
+from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.paths import Place, local_path, place
-from model.loading.source import local_folder
+from model.loading.copies import local_folder
+from scripts.flags.cluster import ClusterFlags
 from scripts.flags.compatibility import LEVEL_VARIABLE, LEVELS
-from server.flag import MOST_COUNT, check_flags, flag_name, setting, values_of
+from server.flag import MOST_COUNT, check_flags, flag_name, flags_of, setting, values_of
 from server.settings import (
     DEFAULT_BATCH_CONCURRENCY,
     MOST_BATCH_REQUESTS,
     GenerationDefaults,
     GenerationRules,
+    Settings,
     TlsFiles,
 )
 from server.text.reasoning import REASONING_FORMATS
@@ -92,6 +96,39 @@ class ServeFlags:
 
     def __post_init__(self) -> None:
         check_flags(self)
+
+
+DECLARED = (ClusterFlags, Settings, ServeFlags, TlsFiles)  # the classes of the server's flags, in the order of the help
+
+
+def answer_settings(args: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
+    """Those fields of `Settings` that are computed here and decide answers. Raises ValueError or OSError for invalid
+    values. `folder`: of the model's files, if it has some."""
+    rules = generation_rules(args)
+    return {
+        "tool_call_parser": args.tool_call_parser,
+        "reasoning_parser": args.reasoning_parser,
+        "chat_template": read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
+        "generation_defaults": rules.defaults_of(folder),
+        "generation_rules": rules,
+    }
+
+
+def offline_settings(args: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
+    """The fields of `Settings` for an application without HTTP. The log names flags of HTTP, which have no effect.
+    Raises ValueError for several engines or hosts, and as `answer_settings`."""
+    found = answer_settings(args, folder)
+    for declared in DECLARED:
+        for field, (flag, default) in flags_of(declared).items():
+            value = getattr(args, flag.dest)
+            is_default = (tuple(value) if isinstance(value, list) else value) == default
+            if flag.group == "requests":
+                found |= {field: value} if declared is Settings else {}
+            elif flag.group in ClusterFlags.GROUPS and not is_default:
+                raise ValueError(f"{flag.dest}: an LLM has one engine on this host; scripts/serve has several")
+            elif not is_default:
+                logger.warning("%s has no effect: an LLM serves no HTTP", flag.dest)
+    return found
 
 
 def api_keys(args: argparse.Namespace) -> tuple[str, ...]:

@@ -335,16 +335,8 @@ class EngineSettings:
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> EngineSettings:
-        """The settings from keywords: the names of flags, also of vLLM's. Raises ValueError for an unknown keyword, and
-        for one that is refused as a flag."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        values = {name: value for name, value in keywords.items() if name in names and not isinstance(value, str)}
-        parser = KeywordParser(allow_abbrev=False, add_help=False)
-        add_engine_flags(parser)
-        others = [(name.replace("_", "-"), value) for name, value in keywords.items() if name not in values]
-        args = parse_flags(parser, [word for name, value in others for word in flag_words(name, value, "keywords")])
-        log_warnings(args)
-        return cls(**values_of(cls, args) | values)
+        """The settings from keywords, as `read_keywords`."""
+        return read_keywords(keywords)[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,6 +352,25 @@ class ServedSettings:
     compile_turn: Path | None = (
         None  # the file of `compiling_first`; None: there is one engine, or no cache of programs
     )
+
+
+def read_keywords(keywords: Mapping[str, Any], *others: type[Any]) -> tuple[EngineSettings, argparse.Namespace]:
+    """The settings from keywords, the names of flags, also of vLLM's; and the values of all flags, with those that the
+    classes `others` declare. Raises ValueError for an unknown keyword, and for one that is refused as a flag."""
+    names = {field.name for field in dataclasses.fields(EngineSettings)}
+    values = {name: value for name, value in keywords.items() if name in names and not isinstance(value, str)}
+    parser = KeywordParser(allow_abbrev=False, add_help=False)
+    add_engine_flags(parser)
+    for declared in others:
+        add_flags(parser, declared)
+    words = list[str]()
+    for name, value in keywords.items():
+        if name not in values:
+            text = str(value) if isinstance(value, Path) else value
+            words += flag_words(name.replace("_", "-"), text, "keywords")
+    args = parse_flags(parser, words)
+    log_warnings(args)
+    return EngineSettings(**values_of(EngineSettings, args) | values), args
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

@@ -148,7 +148,7 @@ class Options(TypedDict, total=False):
     use_tqdm: bool  # shows a bar on stderr
     lora_request: LoraRequests  # the LoRA adapter of all prompts, or one for each; needs `enable_lora=True`
     model: str | None  # the name of one of the LLM's `models`; None: the LLM's own
-    priority: int | None  # of all prompts; a lower one runs sooner
+    priority: int | Sequence[int] | None  # of all prompts, or one for each; a lower one runs sooner
     request_id: str  # of the only prompt
     tokenization_kwargs: Mapping[str, Any] | None  # fields of all request bodies, such as `truncate_prompt_tokens`
 
@@ -160,15 +160,26 @@ class ChatOptions(Options, total=False):
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
+    chat_template: str | None  # replaces the model's own
+    chat_template_content_format: str | None  # "auto" or "string"
+    mm_processor_kwargs: Mapping[str, Any] | None
 
 
-def fields_of(options: Options | ChatOptions, known: type[Options]) -> dict[str, Any]:
-    """The fields of request bodies in the options. Raises TypeError for an unknown one."""
+def fields_of(options: Options | ChatOptions, known: type[Options], count: int) -> list[dict[str, Any]]:
+    """The fields of `count` request bodies in the options. Raises TypeError for an unknown one."""
     for name in options.keys() - get_type_hints(known).keys():
         raise TypeError(f"unknown argument {name!r}{nearest(name, get_type_hints(known))}")
-    others = ("use_tqdm", "lora_request", "tokenization_kwargs")
+    if (form := options.get("chat_template_content_format")) not in (None, "auto", "string"):
+        raise ValueError(f"chat_template_content_format={form!r}: templates get the content of a message as one text")
+    others = ("use_tqdm", "lora_request", "tokenization_kwargs", "chat_template_content_format")
     own = {name: value for name, value in options.items() if name not in others and value is not None}
-    return {**(options.get("tokenization_kwargs") or {}), **own}
+    fields = {**(options.get("tokenization_kwargs") or {}), **own}
+    priority: Any = own.get("priority")
+    if not _is_list(priority):
+        return [fields] * count
+    if len(priority) != count:
+        raise ValueError(f"one priority for all prompts, or one for each: {count} prompts, {len(priority)} of them")
+    return [fields | {"priority": each} for each in priority]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

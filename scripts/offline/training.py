@@ -19,6 +19,7 @@ import numpy as np
 from batcher.engine import Engine
 from batcher.errors import EngineDeadError
 from scripts.offline.in_process import CLOSED, InProcessEngine, LoopThread
+from scripts.offline.worker import NAME, Worker, num_chips
 from server.engine.adapters import Adapters
 from server.engine.process import BuiltEngine
 from server.engine.weight_changes import WeightChanges
@@ -47,7 +48,9 @@ class EngineForTraining:
     """Changes the weights of an engine in this process. Methods may be called from any thread, and return when the
     engine has done the work."""
 
-    def __init__(self, engine: Engine, built: Built, adapters: Adapters | None, thread: LoopThread) -> None:
+    def __init__(
+        self, engine: Engine, built: Built, adapters: Adapters | None, thread: LoopThread, worker: type[Worker]
+    ) -> None:
         self.engine = engine
         self.runner = built.runner
         self._built = built
@@ -59,10 +62,14 @@ class EngineForTraining:
         self._changing = threading.RLock()
         self._has_others = False  # weights that `update_weights` has given, or has tried to give
         self._loaded: dict[str, np.ndarray] = {}
-        # The path by which trainers of vLLM reach `load_weights`.
-        runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.load_weights))
-        worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
-        self.llm_engine = SimpleNamespace(model_executor=worker)
+        self._worker = worker(self.load_weights, self.update_weights, built)
+        parallel = SimpleNamespace(tensor_parallel_size=num_chips(built), data_parallel_size=1)
+        # The paths by which trainers of vLLM reach the worker and others.
+        self.llm_engine = SimpleNamespace(
+            model_executor=SimpleNamespace(driver_worker=self._worker),
+            reset_prefix_cache=self.reset_prefix_cache,
+            vllm_config=SimpleNamespace(parallel_config=parallel),
+        )
 
     @property
     def weight_version(self) -> str:
@@ -150,14 +157,20 @@ class EngineForTraining:
         import jax.numpy as jnp
 
         for name, array in weights:
-            found = array if isinstance(array, np.ndarray) else jnp.from_dlpack(array)  # of torch, for one
-            self._loaded[name] = np.array(found)
+            detached = array.detach() if hasattr(array, "detach") else array  # of torch, without the gradient
+            self._loaded[name] = np.array(detached if isinstance(array, np.ndarray) else jnp.from_dlpack(detached))
 
     def take_loaded(self) -> None:
         """Gives the arrays of `load_weights` to `update_weights`, and raises its errors."""
         loaded, self._loaded = self._loaded, {}
         if loaded:
             self.update_weights(loaded)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empties the prefix cache; with `reset_connector`, also those in the host's memory and in files."""
+        self.take_loaded()
+        self.engine.reset_prefix_cache(reset_external=reset_connector)
+        return True
 
     def collective_rpc(
         self,
@@ -166,21 +179,19 @@ class EngineForTraining:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Calls `load_weights` or `update_weights`, or a function, which gets the worker first. Returns a list with the
-        result, because there is one worker.
+        """Calls a method of the worker, or a function, which gets the worker first. Returns a list with the result,
+        because there is one worker.
 
         Raises:
-            NotImplementedError: a method of another name. TRL goes on then with the weights that it has given.
+            NotImplementedError: the worker has no such method. TRL goes on then with the weights that it has given.
         """
-        if callable(method):
-            call: Callable[..., Any] = partial(method, self.llm_engine.model_executor.driver_worker)
-        elif method in ("load_weights", "update_weights"):
-            call = getattr(self, method)
-        else:
+        named = None if callable(method) or method.startswith("_") else getattr(self._worker, method, None)
+        call = partial(method, self._worker) if callable(method) else named
+        if call is None:
             raise NotImplementedError(
-                f"collective_rpc({method!r}): workers have load_weights and update_weights only, and join no group of "
-                "processes. Gather each array, and give it to load_weights([(name, array)]), or all of them to "
-                "update_weights(arrays)"
+                f"collective_rpc({method!r}): the worker has load_weights and update_weights, joins no group of "
+                f"processes, and has other methods by LLM({NAME}=...). Or gather each array, and give it to "
+                "load_weights([(name, array)]), or all of them to update_weights(arrays)"
             )
         return [call(*args, **(kwargs or {}))]
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from model.config import LlamaConfig
 from model.inputs.paths import place
 from model.inputs.remote import RemotePath
-from model.loading import source as sources
+from model.loading import copies as local_copies
 from model.loading.adapter import read_adapter
 from model.loading.adapter_store import AdapterStore
 from model.loading.remote_tensors import RemoteSlice, RemoteTensors
@@ -39,7 +39,7 @@ HEAD_BYTES = 1 << 16  # of each file, read first
 @pytest.fixture(autouse=True)
 def copies(tmp_path, monkeypatch) -> Path:
     """The small files of buckets are copied to a folder of this test."""
-    monkeypatch.setattr(sources, "COPIES", tmp_path / "copies")
+    monkeypatch.setattr(local_copies, "COPIES", tmp_path / "copies")
     return tmp_path / "copies"
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
+from multiprocessing.connection import Client, Listener
 
 import jax.numpy as jnp
 import msgspec
@@ -16,6 +18,7 @@ import scripts.llm as vllm
 from batcher.request import Pooling
 from scripts.lab.demo.export import hf_tensors
 from scripts.llm import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams, TokensPrompt
+from scripts.offline.worker import check_alone, worker_class
 from tests.conftest import COMPILED
 from tests.model.driver import dense_logits
 from tests.model.loaded import flat
@@ -31,6 +34,7 @@ def engine(folder):  # noqa: F811
     of_openrlhf = {"enforce_eager": False, "distributed_executor_backend": "uni", "dtype": "float32", "max_logprobs": 1}
     both = {"enable_sleep_mode": True, "seed": 1, "logprobs_mode": "processed_logprobs", "trust_remote_code": True}
     keywords = of_trl | of_openrlhf | both | limits | {"enable_prefix_caching": True}
+    keywords["worker_extension_cls"] = f"{__name__}.Extension"
     args = vllm.AsyncEngineArgs(model=str(folder), device="cpu", compile_cache=str(COMPILED), **keywords)
     engine = vllm.AsyncLLMEngine.from_engine_args(args)
     yield engine
@@ -40,6 +44,22 @@ def engine(folder):  # noqa: F811
 @pytest.fixture
 def llm(engine):
     return engine.llm
+
+
+class Extension:
+    """The methods of OpenRLHF's class, which gets arrays from a socket in place of a group of processes."""
+
+    def init_process_group(self, address, port, rank_offset, world_size, name, backend="nccl", use_ray=False):
+        self._group = Client((address, port))
+        return self.rank + rank_offset
+
+    def update_weight(self, name, dtype, shape, empty_cache=False):
+        weight = np.frombuffer(self._group.recv_bytes(), dtype).reshape(shape)
+        self.model_runner.model.load_weights(weights=[(name, weight)])
+
+    def update_weight_cuda_ipc(self, name, dtype, shape, ipc_handles=None, empty_cache=False):
+        rebuild, args = ipc_handles["here"]
+        self.model_runner.model.load_weights(weights=[(name, rebuild(*args))])
 
 
 def scores(seed: int, ids: list[int], temperature: float = 1.0) -> np.ndarray:
@@ -111,8 +131,6 @@ def test_openrlhf_rolls_out(engine):
         prompt, final = TokensPrompt(prompt_token_ids=PROMPT), None
         async for output in engine.generate(prompt, deepcopy(params), request_id=vllm.random_uuid()):
             final = output
-        with pytest.raises(NotImplementedError, match=r"init_process_group.*join no group.*update_weights"):
-            await engine.collective_rpc("init_process_group", args=("127.0.0.1", 1, 1, 2, "g", "nccl", False))
         return final
 
     final = asyncio.run(rollout())
@@ -124,6 +142,62 @@ def test_openrlhf_rolls_out(engine):
     exact[0] -= np.logaddexp.reduce(exact[0])
     told = [place[token].logprob for token, place in zip(output.token_ids, output.logprobs, strict=True)]
     np.testing.assert_allclose(told, exact[np.arange(len(told)), output.token_ids], atol=1e-4)
+
+
+def test_openrlhf_syncs_weights_by_the_methods_of_its_own_worker(engine):
+    with Listener(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as trainer:
+        trained = trainer.submit(listener.accept)
+        asked = ("init_process_group", None, (*listener.address, 1, 2, "openrlhf", "nccl", False))
+        assert asyncio.run(engine.collective_rpc(*asked)) == [1]
+        with trained.result() as group:
+            for seed in (1, 0):
+                params = {path: jnp.asarray(value) for path, value in flat(model_of(seed)).items()}
+                for i, (name, array) in enumerate(hf_tensors(CONFIG, params, dtype=jnp.float32).items()):
+                    told = (name, np.float32, array.shape)
+                    if i % 2:
+                        update = ("update_weight_cuda_ipc", (*told, {"here": (np.array, (array,))}, False))
+                    else:
+                        group.send_bytes(np.asarray(array).tobytes())
+                        update = ("update_weight", (*told, False))
+                    assert engine.llm.collective_rpc(update[0], args=update[1]) == [None]
+                engine.llm.llm_engine.reset_prefix_cache()
+                (output,) = engine.llm.generate([PROMPT], GREEDY)[0].outputs
+                assert output.token_ids == [*scores(seed, PROMPT + output.token_ids)[len(PROMPT) - 1 : -1].argmax(-1)]
+    assert engine.llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("extension", "words"),
+    [
+        ("no_such_package.Worker", "'no_such_package.Worker' cannot be imported: No module named"),
+        ("tests.scripts.Worker", "'tests.scripts.Worker' cannot be imported: module 'tests.scripts' has no attribute"),
+        ("Worker", "'Worker' cannot be imported"),
+        (print, "a class or its name, not <built-in function print>"),
+        (
+            type("Theirs", (), {"load_weights": print}),
+            "the worker has a load_weights of its own: rename that of Theirs",
+        ),
+    ],
+)
+def test_an_extension_that_cannot_be_used_is_refused_at_once(folder, extension, words):  # noqa: F811
+    with pytest.raises(ValueError, match=f"worker_extension_cls: .*{words}"):
+        vllm.LLM(str(folder), worker_extension_cls=extension)
+
+
+def test_an_extension_that_would_wait_for_a_process_of_each_chip_is_refused():
+    with pytest.raises(ValueError, match=r"one process drives all 2: give tensor_parallel_size=1.*update_weights"):
+        check_alone(worker_class(Extension), 2)
+    check_alone(worker_class(None), 2)
+
+
+def test_an_extension_finds_torch_as_in_vllm(llm):
+    torch = pytest.importorskip("torch", reason="torch is a trainer's, and not installed here")
+    worker = llm.llm_engine.model_executor.driver_worker
+    assert (worker.device, worker.model_config.dtype) == (torch.device("cpu"), torch.float32)
+    assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 1)
+    parameter = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    llm.load_weights([("model.norm.weight", parameter)])
+    assert llm._loaded.pop("model.norm.weight").tolist() == [1.0] * 64
 
 
 def test_a_stream_is_the_result_in_parts_and_can_be_aborted(engine):
@@ -251,6 +325,43 @@ def test_labels_have_the_log_probabilities_of_the_model(llm):
     )
 
 
+def test_an_llm_takes_the_servers_flags(folder, tmp_path, monkeypatch, caplog):  # noqa: F811
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25, "max_new_tokens": 5}')
+    (tmp_path / "shout.jinja").write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    monkeypatch.setenv("VLLM_API_KEY", "of a server")
+    flags = {
+        "generation_config": str(tmp_path), "override_generation_config": {"top_p": 0.5}, "max_output_tokens": 7,
+        "chat_template": tmp_path / "shout.jinja", "reasoning_parser": "none", "tool_call_parser": "hermes",
+        "served_model_name": ["first", "second"], "host": "0.0.0.0", "api_key": "secret", "disable_log_requests": True,
+        "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "page_size": 16, "num_pages": 24,
+    }  # fmt: skip
+    with vllm.LLM(str(folder), device="cpu", compile_cache=str(COMPILED), **flags) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.25, top_p=0.5)
+        chat = [{"role": "user", "content": "abc"}]
+        (shouted,) = llm.chat(chat, {"max_tokens": 9})
+        assert llm.get_tokenizer().decode(shouted.prompt_token_ids).endswith("ABC")
+        assert len(shouted.outputs[0].token_ids) == 5
+        given = {"chat_template": "x{{ messages[0].content }}", "chat_template_content_format": "auto"}
+        (own,) = llm.chat(chat, {"max_tokens": 1}, **given, mm_processor_kwargs=None, tools=None)
+        assert llm.get_tokenizer().decode(own.prompt_token_ids).endswith("xabc")
+        with pytest.raises(ValueError, match="chat_template_content_format='openai': templates get"):
+            llm.chat(chat, chat_template_content_format="openai")
+        answers = []
+        for name in ("first", "second", "third"):
+            llm.post_all([(vllm.CHAT, {"model": name, "messages": chat})], lambda *told: answers.append(told[1]))
+        assert answers == [200, 200, 404]
+    told = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+    assert [line.split()[0] for line in told] == ["--disable-log-requests", "host", "api_key"]
+    for wrong, words in (
+        ({"data_parallel_size": 2}, "data_parallel_size: an LLM has one engine on this host"),
+        ({"generation_config": "/no/folder"}, "--generation-config /no/folder: there is no generation_config.json"),
+        ({"reasoning_parser": "loud"}, "--reasoning-parser: invalid choice: 'loud'"),
+        ({"tool_parser": "hermes"}, "there is no --tool-parser; the nearest is --tool-call-parser"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            vllm.LLM(str(folder), device="cpu", **wrong)
+
+
 def test_what_else_is_called(llm, make_llm):
     params = SamplingParams(2, 0.5, 0.25, 1.5, 0.7, None, 0.9, 7, 0.1, 3)
     assert (params.n, params.temperature, params.top_p, params.top_k, params.seed) == (2, 0.7, 0.9, 7, 3)
@@ -262,6 +373,9 @@ def test_what_else_is_called(llm, make_llm):
         llm.generate([PROMPT], GREEDY, use_tdqm=True)
     (cut,) = llm.generate("abcdef", GREEDY, priority=1, tokenization_kwargs={"truncate_prompt_tokens": 2})
     assert len(cut.prompt_token_ids) == 2
+    assert len(llm.generate(["a", "b"], GREEDY, priority=[2, 1])) == 2
+    with pytest.raises(ValueError, match="one priority for all prompts, or one for each: 1 prompts, 2 of them"):
+        llm.generate("a", GREEDY, priority=[2, 1])
     with make_llm(pooling=Pooling.LAST) as other:
         (one, two, same) = other.encode(["a", "b", "a"], vllm.PoolingParams(use_activation=True), pooling_task="embed")
         scored = other.score("a", ["b", "a"])

@@ -138,7 +138,7 @@ def test_forms_of_values(flags, settings):
         ("--hf-overrides.rope_theta 1e6", "--hf-overrides: the checkpoint's config is served as it is"),
         ("--task classify", "--task: text is generated (auto, generate)"),
         ("--runner pooling --convert classify", "requests classify by `logprob_token_ids`"),
-        ("--worker-extension-cls a.B", "a trainer gives its arrays to `LLM.load_weights` or `LLM.update_weights`"),
+        ("--worker-extension-cls a.B", "which has /update_weights; in Python there is `LLM(worker_extension_cls=...)`"),
         ("--quantization bitsandbytes", "invalid choice: 'bitsandbytes' (choose from"),
         ("--max-model-len", "--max-model-len: expected one argument"),
     ],

@@ -191,8 +191,9 @@ def size_up(
     jax.config.update("jax_platforms", "cpu")
     from jax.sharding import AbstractMesh
 
+    from model.loading.merged import weights_of
     from model.loading.source import resolve
-    from model.loading.stored_weights import has_weights, weights_of
+    from model.loading.stored_weights import has_weights
     from model.network.sharding import TENSOR_AXIS, abstract_model
     from pallas_kernels.chips import GPU_POOL_SHARE
     from pallas_kernels.layout import default_page_size

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from model.loading.hf_format import ADAPTER_FILE
+from model.loading.merged import weights_of
 from model.loading.source import resolve
-from model.loading.stored_weights import StoredWeights, weights_of
+from model.loading.stored_weights import StoredWeights
 from model.loading.weights_digest import weights_digest
 from model.network.sharding import TENSOR_AXIS
 from tests.model import adapters, checkpoints
