@@ -1,7 +1,7 @@
 """Prefill on chips without wgmma (Ampere, Ada, Blackwell): ragged causal chunks, one warpgroup per CTA, on mma.
 
 It uses the tiles, the order and the masks of `prefill_hopper`, and the ring of K and V tiles of `decode`. On Blackwell,
-tcgen05 is not used.
+tcgen05 is not used (scripts/lab/results/decisions.md).
 
 Interpret mode has no cp.async: in tests, copies by TMA replace it, with the waits of the cp.async code. Interpret mode
 does not check mma (a plain product replaces it), fragment layouts, swizzles and the alignment that TMA needs. It finds

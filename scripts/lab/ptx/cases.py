@@ -298,7 +298,7 @@ def _agree(a: np.ndarray, b: np.ndarray) -> bool:
 
 def _step(case: Case, *, mma_only: bool) -> tuple[np.ndarray, np.ndarray]:
     shape, spec = case.shape, case.spec
-    kinds = {"decode_only": shape.decode_only, "spec_decode": shape.spec_decode, "mma_only": mma_only}
+    kinds: dict[str, Any] = {"decode_only": shape.decode_only, "spec_decode": shape.spec_decode, "mma_only": mma_only}
     make = partial(attention.make_metadata, spec=spec, num_tokens=case.num_tokens, **kinds)
     metadata = jax.jit(make)(case.batch)
     operation: Any = partial(attention.append_and_attend, spec=spec, interpret=False, mma_only=mma_only)

@@ -133,7 +133,8 @@ class _Host:
         elif match[1] == "mosaic_gpu_launch_kernel":
             sizes, shared, pointers = values[1:10], values[10], values[13]
             places = [pointers.target[at] for at in sorted(pointers.target)]
-            grid, cluster, block = tuple(sizes[:3]), tuple(n or 1 for n in sizes[3:6]), tuple(sizes[6:])
+            grid, block = tuple(sizes[:3]), tuple(sizes[6:])
+            cluster = sizes[3] or 1, sizes[4] or 1, sizes[5] or 1
             arguments = [self._argument(place) for place in places]
             self.launched = Launch(
                 kernel=self.kernel, grid=grid, cluster=cluster, block=block, shared_bytes=shared, arguments=arguments
