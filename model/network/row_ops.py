@@ -92,14 +92,10 @@ class RowOpsInC(RowOps):
     """The operations in C, for a model on one device. `packed.pack` refuses a model on several."""
 
     are_in_c = True
-
-    def norm(self, x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-        return per_token.norm(x, scale, epsilon)
-
-    def norm_of_sum(
-        self, x: jax.Array, added: jax.Array, scale: jax.Array, epsilon: float
-    ) -> tuple[jax.Array, jax.Array]:
-        return per_token.norm_of_sum(x, added, scale, epsilon)
+    norm = staticmethod(per_token.norm)
+    norm_of_sum = staticmethod(per_token.norm_of_sum)
+    log_sum_exp = staticmethod(per_token.log_sum_exp)
+    temper = staticmethod(per_token.temper)
 
     def rotate(
         self, columns: jax.Array, cos: jax.Array, sin: jax.Array, heads: tuple[int, int], num_shards: int
@@ -108,9 +104,3 @@ class RowOpsInC(RowOps):
 
     def gate(self, x: jax.Array, columns: jax.Array, num_shards: int, adapters: Adapters | None = None) -> jax.Array:
         return per_token.gate(columns if adapters is None else adapters.add("mlp.gate_up", x, columns))
-
-    def log_sum_exp(self, logits: jax.Array) -> jax.Array:
-        return per_token.log_sum_exp(logits)
-
-    def temper(self, logits: jax.Array, greatest: jax.Array, temperature: jax.Array) -> jax.Array:
-        return per_token.temper(logits, greatest, temperature)
