@@ -19,8 +19,6 @@ TARGETS = {
     "native": (),  # as `library.load` compiles
     "avx2": ("-march=haswell", "-mtune=znver3"),
     "sse2": ("-march=x86-64",),
-    "haswell": ("-march=haswell",),
-    "x86-64-v3": ("-march=x86-64-v3",),
     "x86-64-v4": ("-march=x86-64-v4", "-mtune=znver3"),
 }
 BY_DEFAULT = ("native", "avx2", "sse2")
