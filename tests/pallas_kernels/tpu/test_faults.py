@@ -41,8 +41,8 @@ def findings(
 ) -> set[str]:
     """What the harness sees, in both DMA modes together; in the first one only where that shows one of `enough`."""
     found = set()
+    forget_compiled()
     for dma_mode in DMA_MODES:
-        forget_compiled()
         case = make_case(spec, rows, num_tokens=32 if few else 80, num_rows=4 if few else 8, pages_per_seq=20)
         try:
             result = run(case, dma_mode, spec_decode=few)
