@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +14,6 @@ import pytest
 from jax.sharding import Mesh
 
 from batcher.request import Request, SamplingParams
-from model.loading.source import DEMO_FOLDER
 from pallas_kernels.api import PagedAttention, candidates
 from pallas_kernels.self_test import Program, SelfTest
 from pallas_kernels.spec import AttentionSpec, Backend
@@ -22,6 +22,7 @@ from scripts.building.runner import build_runner, warm_engine
 from scripts.flags.settings import EngineSettings
 from scripts.lab.accounts.specs import make_spec
 from scripts.lab.serve_all import serve_all
+from tests.demo.one_layer import first_layers
 from tests.pallas_kernels.dense import Case, Row, make_case
 from tests.pallas_kernels.tpu import interpreted
 from tests.scripts.faulty_backends import NoNumbers
@@ -146,12 +147,12 @@ def test_it_cannot_be_asked_for_on_a_cpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_the_demo_says_the_same_as_over_the_reference(kv_cache_dtype: str) -> None:
+def test_the_demo_says_the_same_as_over_the_reference(kv_cache_dtype: str, tmp_path: Path) -> None:
     """Where the project's own kernels are wrong; the next candidate is this one, and then the reference."""
     limits = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16, "page_size": 16, "num_pages": 9}
     settings = EngineSettings(
-        model=str(DEMO_FOLDER), device="cpu", dtype="float32", kv_cache_dtype=kv_cache_dtype, compile_cache="none",
-        **limits,
+        model=str(first_layers(tmp_path / "demo", 2)), device="cpu", dtype="float32", kv_cache_dtype=kv_cache_dtype,
+        compile_cache="none", **limits,
     )  # fmt: skip
     sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     requests = [Request(request_id=str(n), prompt=tuple(range(9, 9 + n)), sampling=sampling) for n in (3, 21)]
