@@ -31,14 +31,12 @@ from scripts.lab.accounts.targets import gpu_target
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """The static sizes of a step's attention."""
+    """The static sizes of a mixed step's attention, which has all kernels."""
 
     num_rows: int = 64
     num_tokens: int = 2048
     pages_per_seq: int = 128
     num_pages: int = 8192
-    decode_only: bool = False
-    spec_decode: bool = False
 
 
 def lower_layer(
@@ -51,9 +49,7 @@ def lower_layer(
     def layer(
         batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array, *scales: jax.Array
     ) -> object:
-        metadata = attention.make_metadata(
-            batch, num_tokens=shape.num_tokens, decode_only=shape.decode_only, spec_decode=shape.spec_decode
-        )
+        metadata = attention.make_metadata(batch, num_tokens=shape.num_tokens, decode_only=False)
         return attention(queries, keys, values, kv, metadata, jnp.int32(0), *scales)
 
     def abstract(*sizes: int, dtype: object = jnp.int32) -> Any:  # which stands for an array
@@ -76,7 +72,7 @@ def lower_layer(
 
 
 def main(target_name: str, heads: str, kv_dtype: str, cuda_root: str) -> None:
-    """Compiles the layer of a mixed step, which has all kernels."""
+    """Compiles the layer of a mixed step."""
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = cuda_root
     target = gpu_target(target_name)
     mesh = Mesh(np.array(target.devices()), ("tensor",))

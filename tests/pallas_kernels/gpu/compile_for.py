@@ -33,8 +33,6 @@ from tests.pallas_kernels.gpu.offsets import page_products
 from tests.pallas_kernels.gpu.pair_masks import pairs_under_one_mask
 
 USUAL = StepShape(num_tokens=1024, pages_per_seq=64)
-DECODE = StepShape(num_tokens=64, pages_per_seq=64, decode_only=True)
-DRAFTS = StepShape(num_tokens=320, pages_per_seq=64, spec_decode=True)
 # 512 sequences of up to 128k tokens each, and 8,192 tokens in a mixed step.
 LARGEST = StepShape(num_rows=512, num_tokens=8192, pages_per_seq=2048)
 
@@ -56,8 +54,6 @@ OF_OTHERS = ("llama-3.1-8b, fp8",)  # Hopper has fp8 in larger pages and groups
 # Pages of "fp8" are of int8 on a chip that does not convert fp8.
 CASES = {
     "llama-3.1-8b": (MODELS["8b"], 64, "bfloat16", USUAL),
-    "llama-3.1-8b, drafts": (MODELS["8b"], 64, "bfloat16", DRAFTS),
-    "llama-3.2-1b, decode": (MODELS["1b"], 64, "bfloat16", DECODE),
     "llama-3.2-3b": (MODELS["3b"], 32, "bfloat16", USUAL),
     "one head each": ((8, 8, 64), 16, "bfloat16", USUAL),
     "sixteen in a group": ((16, 1, 128), 16, "bfloat16", USUAL),
@@ -100,8 +96,6 @@ def main(target_name: str) -> None:
         assert memory is not None
         result = {
             "case": case,
-            "decodes": not shape.spec_decode,
-            "prefills": not shape.decode_only,
             "merges": merges(gpu, spec, shape),
             "head_dim": spec.head_dim,
             "kv_dtype": str(jnp.dtype(kv_dtype)),
@@ -125,10 +119,8 @@ def main(target_name: str) -> None:
 def merges(gpu: Gpu, spec: AttentionSpec, shape: StepShape) -> bool:
     """Whether a kernel may cut rows into parts, which one more kernel merges."""
     sizes = {"num_rows": shape.num_rows, "max_keys": shape.pages_per_seq * spec.page_size}
-    found = [] if shape.spec_decode else [tuning.decode_parts(gpu, spec, **sizes)]
-    if not shape.decode_only:
-        found.append(tuning.prefill_parts(gpu, spec, num_tokens=shape.num_tokens, **sizes))
-    return any(parts.num_slots > 0 for parts in found)
+    prefill = tuning.prefill_parts(gpu, spec, num_tokens=shape.num_tokens, **sizes)
+    return max(prefill.num_slots, tuning.decode_parts(gpu, spec, **sizes).num_slots) > 0
 
 
 def count(kernel: gpu_report.Kernel, page_elements: int) -> dict[str, Any]:
