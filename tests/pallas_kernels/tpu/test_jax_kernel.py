@@ -106,9 +106,8 @@ def test_a_step_without_rows_reads_what_it_waits_for_and_writes_nothing() -> Non
     np.testing.assert_array_equal(after, expected)
 
 
-@pytest.mark.parametrize("name", ["8b, int8", "groups of 3, head_dim 96"])
-def test_the_self_test_passes(name: str) -> None:
-    attention = PagedAttention(FORMS[name], Backend.TPU_JAX)
+def test_the_self_test_passes() -> None:
+    attention = PagedAttention(FORMS["8b, int8"], Backend.TPU_JAX)
     passed = SelfTest(attention, pages_per_seq=8, longest=250, first_page=11).run(PROGRAMS, repeat=True)
     assert passed.num_steps == 8
     assert 0 < passed.largest_error < 0.015
