@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.page_store import Offloading
-from batcher.step_times import StepTimes
+from batcher.request import Targets
+from batcher.step_times import PerTokenEstimate, StepEstimate, StepTimes
 
 DEFAULT_MAX_WAITING = 1024
 DEFAULT_PIPELINE_DEPTH = 2  # step N+1 is dispatched before step N is read
 # Reading the weights takes as long as computing 16 tokens, and both take their time.
 _ANY_TIMES = StepTimes(num_tokens=(0, 1), times=(16, 17))
+_ANY_ESTIMATE = PerTokenEstimate(16e-4, 1e-4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +30,9 @@ class EngineConfig:
     step_cost_tokens: int = 16  # tokens whose computation takes as long as one more step; steers chunk trimming
     step_times: StepTimes = _ANY_TIMES  # times of decodes by their tokens, which decide whether drafts pay
     draft_cost: float = 0.0  # time of a pass of the draft model, in passes of the model; 0: drafts are looked up
+    targets: Targets | None = None  # of requests that name none
+    refuses_late: bool = False  # requests that would miss their TTFT are refused; otherwise they are served last
+    step_estimate: StepEstimate = _ANY_ESTIMATE  # by which targets are kept
     step_timeout_s: float | None = None  # least time that a step is given before the device counts as stuck; None: any
     offloading: Offloading | None = None  # settings for pages that leave the device; None: they do not
     seed: int | None = None  # for drawing the seeds of requests without one; None: the operating system's

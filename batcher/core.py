@@ -99,6 +99,9 @@ class EngineCore:
         self._counts.num_stand_in_steps += plan.bucket != bucket
         counting.count_plan(self._counts, plan, self._clock)
         self._step_log.dispatched(plan, self._clock())
+        if (policy := self.scheduler.policy) is not None:
+            have_waiting = bool(self.scheduler.waiting)
+            policy.dispatched(plan, self._clock(), kv_tokens=self.scheduler.kv_tokens, have_waiting=have_waiting)
         handle: StepHandle | Future[StepOutput]
         try:
             handle = self._runner.execute(self._packer.pack(plan))
@@ -132,6 +135,8 @@ class EngineCore:
         plan = self.in_flight.popleft().plan
         self.scheduler.step_returned(plan.number)
         ran_s = self.step_watch.returned(len(self.in_flight))
+        if self.scheduler.policy is not None:
+            self.scheduler.policy.returned(plan.number, self._clock(), ran_s)
         if self.scheduler.offloaded is not None and plan.chunks:
             self.scheduler.offloaded.times.computed(ran_s, plan.num_tokens)
         return plan
@@ -161,6 +166,10 @@ class EngineCore:
         if scheduler.page_events is not None:
             counts.kv_events_published = scheduler.page_events.num_told
             counts.kv_events_dropped = scheduler.page_events.num_lost
+        if scheduler.policy is not None:
+            counts.slack_tokens = scheduler.policy.slack_tokens
+            error = scheduler.policy.predictor.error
+            counts.prediction_error = {"p50": error(0.5), "p95": error(0.95)}
         counts.num_programs_to_come = len(self._deferred_programs)
         counts.num_compiles_after_warm_up = self._runner.num_compiles - self._num_compiles_at_start
         counts.recent_steps = self._step_log.recent()

@@ -553,7 +553,7 @@ class Engine:
         is_loading = offloaded is not None and offloaded.is_loading_any
         is_staging = any(weights.is_staging for weights in core.scheduler.staged.values())
         is_asking = core.requests.num_masks_wanted or is_staging or is_loading
-        is_waiting = core.in_flight or is_asking or not self._changes.allow_steps
+        is_waiting = core.in_flight or is_asking or core.scheduler.late or not self._changes.allow_steps
         assert is_waiting or not core.requests.sequences, "requests are there, nothing is in flight and nothing can run"
 
     def _die(self, error: Exception) -> None:

@@ -67,6 +67,25 @@ class LogprobsMode(StrEnum):
         return self in (LogprobsMode.RAW_LOGITS, LogprobsMode.PROCESSED_LOGITS)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """The latencies that a request wants. None: it has no such target."""
+
+    itl_ms: float | None = None  # of a gap between two tokens
+    ttft_ms: float | None = None  # from arrival to the first token
+    percentile: float = 0.99  # the share of the gaps that must be within `itl_ms`
+
+    def are_kept(self, ttft_s: float, num_gaps: int, num_late: int) -> bool:
+        """Whether a request is within its targets. `num_late` of its gaps were longer than `itl_ms`; k tokens that came
+        together have k gaps."""
+        is_in_time = self.ttft_ms is None or ttft_s * 1000 <= self.ttft_ms
+        return is_in_time and (self.itl_ms is None or num_late <= (1 - self.percentile) * num_gaps + 1e-9)
+
+    def __str__(self) -> str:
+        """The name of the class of requests with these targets, such as `50/500` or `-/500`."""
+        return "/".join("-" if ms is None else f"{ms:g}" for ms in (self.itl_ms, self.ttft_ms))
+
+
 class Pooling(StrEnum):
     """How the hidden states of a prompt's tokens become one vector, its embedding."""
 
@@ -96,6 +115,8 @@ class Request:
     model: int = 0  # the identity of the model's weights; 0: the model that the engine started with
     source: PageSource | None = None  # of the prompt's full pages: another engine has computed them
     keep_as: bytes = b""  # the token by which another engine takes the prompt's full pages; b"": none does
+    targets: Targets | None = None  # None: the engine's own, if it has some
+    is_flex: bool = False  # it has no targets, and is served in what the others leave
 
 
 class FinishReason(StrEnum):
@@ -111,6 +132,7 @@ class ErrorCode(StrEnum):
     """Why a request ended with FinishReason.ERROR."""
 
     QUEUE_DEADLINE = "queue_deadline"  # the request waited longer than its deadline_s (HTTP 503)
+    LATE = "late"  # its first token would have come after its target (HTTP 429)
     GRAMMAR = "grammar"  # the grammar cannot be compiled or costs too much (HTTP 400)
     ADAPTER = "adapter"  # the weights of its LoRA adapter cannot be read any more (HTTP 404)
     MODEL = "model"  # the weights of its model cannot be read any more (HTTP 503)
@@ -150,4 +172,5 @@ class RequestOutput:
     stop_reason: int | None = None  # the stop id that ended the request; None for end-of-sequence
     error: str | None = None
     error_code: ErrorCode | None = None
+    retry_after_s: int | None = None  # of LATE
     by_pause: bool = False  # a pause has aborted the request: what it has is its answer

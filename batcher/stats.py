@@ -110,6 +110,8 @@ class EngineStats:
     running_of_models: dict[int, int] = field(default_factory=dict)  # identity -> requests that run
     waiting_of_models: dict[int, int] = field(default_factory=dict)  # identity -> requests that wait
     recent_steps: list[StepRecord] = field(default_factory=list)  # a sample of the last seconds' steps
+    slack_tokens: int = 0  # that the last step had for prompts, with latency targets
+    prediction_error: dict[str, float] = field(default_factory=dict)  # p50, p95 -> of steps' times, as a share
     sleep_states: dict[str, int] = field(default_factory=lambda: {"awake": 1})  # vLLM's name -> 1: it is in this state
     # counters
     num_preemptions: int = 0
@@ -134,6 +136,8 @@ class EngineStats:
     num_stand_in_steps: int = 0  # steps in a larger program than their own, which was still to come
     integrity_failures: int = 0  # idle periods in which slots, pages or queues were found inconsistent
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
+    # client, class of targets, `within`, `missed` or `refused` -> requests
+    by_targets: dict[tuple[int, str, str], int] = field(default_factory=dict)
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     offloading: OffloadingCounts = field(default_factory=OffloadingCounts)
     # histograms

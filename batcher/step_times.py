@@ -1,9 +1,10 @@
-"""The time of a decode step, by the number of its tokens."""
+"""The times of steps: a table of decodes, and estimates of all steps."""
 
 from __future__ import annotations
 
 from bisect import bisect
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,3 +30,28 @@ class StepTimes:
         left = right - 1
         pace = (self.times[right] - self.times[left]) / (self.num_tokens[right] - self.num_tokens[left])
         return self.times[left] + (num_tokens - self.num_tokens[left]) * pace
+
+
+class StepEstimate(Protocol):
+    """An estimate of the time of any step. It may be wrong by a constant factor, which is learnt."""
+
+    def seconds(self, num_tokens: int, num_rows: int, *, kv_tokens: float, pairs: float) -> float:
+        """The seconds of a step.
+
+        Args:
+            num_tokens: padded, as `num_rows`.
+            kv_tokens: tokens whose K/V are read, of all rows.
+            pairs: of a query and a token that it attends to.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PerTokenEstimate:
+    """Steps that take a constant time, and a time for each padded token and for each pair."""
+
+    step_s: float
+    token_s: float
+    pair_s: float = 0.0
+
+    def seconds(self, num_tokens: int, num_rows: int, *, kv_tokens: float, pairs: float) -> float:
+        return self.step_s + self.token_s * num_tokens + self.pair_s * pairs

@@ -11,6 +11,8 @@ from batcher.scheduling.request_state import RequestState
 from batcher.scheduling.step_plan import StepPlan
 from batcher.stats import PROMPT_SOURCES, EngineStats
 
+MOST_CLASSES, OTHER_CLASSES = 256, "others"  # of targets, by client and outcome
+
 
 def count_plan(counts: EngineStats, plan: StepPlan, clock: Callable[[], float]) -> None:
     """Counts a dispatched step, and the start of the requests that it admits for the first time."""
@@ -47,11 +49,22 @@ def count_first_token(counts: EngineStats, seq: RequestState) -> None:
     counts.prefill_time.observe(seq.first_token_s - seq.started_s)
 
 
+def count_target(counts: EngineStats, seq: RequestState, outcome: str) -> None:
+    """Counts a request by its targets. Requests name them, so only the first classes of targets have a name."""
+    found, client = counts.by_targets, seq.request.client
+    place = client, str(seq.targets), outcome
+    if place not in found and len(found) >= MOST_CLASSES:
+        place = client, OTHER_CLASSES, outcome
+    found[place] = found.get(place, 0) + 1
+
+
 def count_end(counts: EngineStats, seq: RequestState, reason: FinishReason) -> None:
     """Counts the end of a request."""
     counts.finished[reason.value] = counts.finished.get(reason.value, 0) + 1
     if reason is FinishReason.ERROR or not seq.output:
         return
+    if seq.targets is not None and reason is not FinishReason.ABORT:
+        count_target(counts, seq, "within" if seq.is_within_targets else "missed")
     counts.e2e_latency.observe(seq.last_token_s - seq.arrived_s)
     counts.decode_time.observe(seq.last_token_s - seq.first_token_s)
     counts.inference_time.observe(seq.last_token_s - seq.started_s)

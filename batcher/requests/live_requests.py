@@ -67,6 +67,8 @@ class LiveRequests:
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a queued request, by the clock. None if there is none."""
+        if self._scheduler.late:
+            return self._clock()
         while self._deadlines:
             due, _, seq = self._deadlines[0]
             if seq.state in (State.COMPILING, State.WAITING) and seq.started_s < 0:  # not if it was admitted before
@@ -75,13 +77,20 @@ class LiveRequests:
         return None
 
     def expire(self) -> list[Delivery]:
-        """Ends the queued requests whose deadline has passed."""
-        deliveries = []
+        """Ends the queued requests whose deadline has passed, and those that are refused because they are late."""
+        deliveries = [self._refuse(*late) for late in self._scheduler.take_late()]
         while (due := self.next_deadline()) is not None and due <= self._clock():
             _, _, sequence = heapq.heappop(self._deadlines)
             waited = f"the request waited longer than its limit of {sequence.request.deadline_s} s in the queue"
             deliveries.append(self.end(sequence, FinishReason.ERROR, waited, ErrorCode.QUEUE_DEADLINE))
         return deliveries
+
+    def _refuse(self, seq: RequestState, retry_after_s: int) -> Delivery:
+        counting.count_target(self._counts, seq, "refused")
+        message = f"the first token would come later than the target of {seq.ttft_s} s; try again in {retry_after_s} s"
+        _, output = self.end(seq, FinishReason.ERROR, message, ErrorCode.LATE)
+        output.retry_after_s = retry_after_s
+        return seq, output
 
     def ask(self, seq: RequestState, tokens: tuple[int, ...]) -> None:
         """Asks for the mask of the request's next token, after these tokens."""

@@ -27,6 +27,9 @@ class SlotColumns:
         self.left = np.full(num_slots, _AT_ONCE)  # i64, tokens until the row needs a look of its own: at 0 or below
         self.left_of_page = np.full(num_slots, NEVER)  # i64, tokens until a page can be stored: at 0 or below
         self.last_token_s = np.zeros(num_slots)
+        self.itl_s = np.full(num_slots, np.inf)  # the targets of the gaps between two tokens; inf: none
+        self.limit_s = np.full(num_slots, np.inf)  # those of requests that do not go last: they limit steps
+        self.num_late = np.zeros(num_slots, np.int64)  # gaps that were longer
         self.num_ended_by = np.zeros(vocab_size, np.int32)  # requests in slots that the token may end
         self._page_size = page_size
         self._owners: list[RequestState | None] = [None] * num_slots
@@ -37,6 +40,8 @@ class SlotColumns:
         self._owners[slot] = seq
         self.numbers[slot] = seq.number
         self.last_token_s[slot] = seq.last_token_s
+        self.itl_s[slot], self.num_late[slot] = seq.itl_s, seq.num_late_gaps
+        self.limit_s[slot] = np.inf if seq.is_last else seq.itl_s
         self._count_stop_ids(seq, 1)
 
     def leave(self, seq: RequestState) -> None:
@@ -45,7 +50,8 @@ class SlotColumns:
         slot = seq.slot
         if slot < 0 or self._owners[slot] is not seq:
             return
-        seq.last_token_s = float(self.last_token_s[slot])
+        seq.last_token_s, seq.num_late_gaps = float(self.last_token_s[slot]), int(self.num_late[slot])
+        self.itl_s[slot] = self.limit_s[slot] = np.inf
         self._owners[slot] = None
         self.left[slot], self.left_of_page[slot] = _AT_ONCE, NEVER
         self._count_stop_ids(seq, -1)
@@ -53,6 +59,11 @@ class SlotColumns:
     def last_token_of(self, seq: RequestState) -> float:
         """The time at which the request's last token was read; below 0 if there was none."""
         return float(self.last_token_s[seq.slot]) if self._is_in(seq) else seq.last_token_s
+
+    def count_late(self, seq: RequestState, gap_s: float, num_gaps: int) -> None:
+        """Counts gaps of a row that was looked at, if they were longer than its target."""
+        if self._is_in(seq) and gap_s > self.itl_s[seq.slot]:
+            self.num_late[seq.slot] += num_gaps
 
     def looked(self, seq: RequestState, now: float) -> None:
         """After a look at a row: it has a token since `now`, and its request goes on. Says when the next look is."""

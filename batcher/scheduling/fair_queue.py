@@ -3,18 +3,21 @@
 A *client* is an API key, and a *group* is what one API request asks for, such as its n samples. Rows are shared among
 the requests of one priority:
 
-1. Requests of lower priority numbers go first.
+1. Requests of lower priority numbers go first. Each priority has two *levels*: late and `flex` requests go after all
+   others of their priority, and share the rows among themselves.
 2. The client that holds the fewest rows goes first. On a tie, the request that arrived first does.
 3. The groups of one client are served in the order of arrival, until each holds an eighth of all rows (its *quantum*).
    A group that holds more quanta goes after groups that hold fewer. The quantum keeps the samples of one prompt
    together, which share pages.
 4. If there is no room, a request takes the last row of the client that holds the most rows, or else of its own client's
    group that holds the most. The other must hold at least two rows more. A group must also hold more quanta. A request
-   may also take a row from such a group of a higher priority number, but never from one of a lower number.
+   may also take a row from such a group of a higher priority number, but never from one of a lower number. It may take
+   any row of a request that goes last in its priority, if those hold more than an eighth of all rows.
 
 Each exchange makes the numbers of rows more equal (the sum of their squares falls), so exchanges come to an end. A
 client and a group never lose their only row to an exchange, and groups without a row are ordered by arrival, so no
-request waits forever. If there is only one client, and each group has one request, the order is that of arrival.
+request waits forever. If there is only one client, and each group has one request, the order is that of arrival. With
+latency targets, the latest start that keeps the target takes the place of the arrival (`targets.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +33,15 @@ from batcher.scheduling.request_state import RequestState
 _QUANTA = 8  # quanta in all rows: the samples of about 8 prompts run at once, and 8 groups are served evenly
 
 _arrival = attrgetter("arrival")
+_order = attrgetter("order")
 
 
 def _num_rows(group: _Group) -> int:
     return len(group.running)
+
+
+def _num_rows_of(client: _Client) -> int:
+    return client.num_rows
 
 
 @dataclass(eq=False, slots=True)
@@ -41,19 +49,19 @@ class _Group:
     """The requests of one API request. `place` is its entry in its client's order, or None while none of them waits."""
 
     running: list[RequestState] = field(default_factory=list)  # sorted by arrival
-    waiting: list[RequestState] = field(default_factory=list)  # sorted by arrival
-    place: tuple[int, int, _Group] | None = None
+    waiting: list[RequestState] = field(default_factory=list)  # sorted by order
+    place: tuple[int, tuple[float, int], _Group] | None = None
 
 
 @dataclass(eq=False, slots=True)
 class _Client:
-    """The groups of one client. `order` has the groups with waiting requests: sorted (quanta held, first arrival,
-    group)."""
+    """The groups of one client. `order` has the groups with waiting requests: sorted (quanta held, first request's
+    order, group)."""
 
     groups: defaultdict[str, _Group] = field(default_factory=lambda: defaultdict(_Group))
     num_rows: int = 0
-    order: list[tuple[int, int, _Group]] = field(default_factory=list)
-    place: tuple[int, int, _Client] | None = None
+    order: list[tuple[int, tuple[float, int], _Group]] = field(default_factory=list)
+    place: tuple[int, tuple[float, int], _Client] | None = None
 
     def largest(self) -> _Group:
         """The group with the most rows. On a tie, it is the group with the latest request."""
@@ -63,11 +71,11 @@ class _Client:
 
 @dataclass(eq=False, slots=True)
 class _Level:
-    """The clients of one priority. `order` has the clients with waiting requests: sorted (rows held, first arrival,
+    """The clients of one level. `order` has the clients with waiting requests: sorted (rows held, first request's order,
     client)."""
 
     clients: defaultdict[int, _Client] = field(default_factory=lambda: defaultdict(_Client))
-    order: list[tuple[int, int, _Client]] = field(default_factory=list)
+    order: list[tuple[int, tuple[float, int], _Client]] = field(default_factory=list)
 
 
 class FairQueue:
@@ -81,7 +89,7 @@ class FairQueue:
     def __init__(self, num_rows: int) -> None:
         self._quantum = max(1, num_rows // _QUANTA)
         self._levels: dict[int, _Level] = {}
-        self._priorities: list[int] = []  # sorted
+        self._numbers: list[int] = []  # of the levels, sorted
         self._num_waiting = 0
         # What requests wait for -> their arrivals -> the requests. They wait, but are not in the order.
         self._set_aside: defaultdict[Hashable, dict[int, RequestState]] = defaultdict(dict)
@@ -99,24 +107,24 @@ class FairQueue:
                 for group in client.groups.values():
                     yield from group.waiting
 
-    def first(self) -> RequestState | None:
-        """The request to admit next. None: no request waits, except requests that are set aside."""
-        for priority in self._priorities:
-            order = self._levels[priority].order
+    def first(self, *, last_first: bool = False) -> RequestState | None:
+        """The request to admit next. None: no request waits, except requests that are set aside. With `last_first`,
+        those that go last in their priority go first."""
+        for number in sorted(self._numbers, key=lambda level: level ^ 1) if last_first else self._numbers:
+            order = self._levels[number].order
             if order:
                 return order[0][2].order[0][2].waiting[0]
         return None
 
     def key(self, seq: RequestState) -> tuple[int, int, int]:
-        """The key that a waiting request has if it is admitted now: (priority, quanta that its group holds,
-        arrival)."""
+        """The key that a waiting request has if it is admitted now: (level, quanta that its group holds, arrival)."""
         _, _, group = self._find(seq)
-        return seq.request.priority, len(group.running) // self._quantum, seq.arrival
+        return seq.level, len(group.running) // self._quantum, seq.arrival
 
     def add(self, seq: RequestState) -> None:
         """Adds a request that waits."""
         level, client, group = self._find(seq)
-        insort(group.waiting, seq, key=_arrival)
+        insort(group.waiting, seq, key=_order)
         self._num_waiting += 1
         self._put(level, client, group)
 
@@ -144,7 +152,7 @@ class FairQueue:
     def admit(self, seq: RequestState) -> None:
         """Gives a waiting request a row."""
         level, client, group = self._find(seq)
-        del group.waiting[bisect_left(group.waiting, seq.arrival, key=_arrival)]
+        del group.waiting[bisect_left(group.waiting, seq.order, key=_order)]
         insort(group.running, seq, key=_arrival)
         self._num_waiting -= 1
         client.num_rows += 1
@@ -165,11 +173,16 @@ class FairQueue:
         if taker is self._nothing_for:
             return None
         level, client, group = self._find(taker)
-        most = max(level.clients.values(), key=lambda other: other.num_rows)
+        last = self._levels.get(taker.level | 1)
+        if last is not None and not taker.is_last:
+            held = [other for other in last.clients.values() if other.num_rows]
+            if sum(other.num_rows for other in held) > self._quantum:
+                return max(held, key=_num_rows_of).largest().running[-1]
+        most = max(level.clients.values(), key=_num_rows_of)
         if most.num_rows > client.num_rows + 1:
             return most.largest().running[-1]
-        for priority in reversed(self._priorities[self._priorities.index(taker.request.priority) :]):
-            clients = [client] if priority == taker.request.priority else self._levels[priority].clients.values()
+        for number in reversed(self._numbers[self._numbers.index(taker.level) :]):
+            clients = [client] if number == taker.level else self._levels[number].clients.values()
             largest = max((c.largest() for c in clients if c.num_rows), key=_num_rows, default=group)
             if self._holds_more(largest, group):
                 return largest.running[-1]
@@ -182,16 +195,16 @@ class FairQueue:
 
     def _take_out(self, seq: RequestState) -> None:
         level, client, group = self._find(seq)
-        del group.waiting[bisect_left(group.waiting, seq.arrival, key=_arrival)]
+        del group.waiting[bisect_left(group.waiting, seq.order, key=_order)]
         self._put(level, client, group)
         self._forget(seq, level, client, group)
 
     def _find(self, seq: RequestState) -> tuple[_Level, _Client, _Group]:
-        request = seq.request
-        level = self._levels.get(request.priority)
+        request, number = seq.request, seq.level
+        level = self._levels.get(number)
         if level is None:
-            level = self._levels[request.priority] = _Level()
-            insort(self._priorities, request.priority)
+            level = self._levels[number] = _Level()
+            insort(self._numbers, number)
         client = level.clients[request.client]
         return level, client, client.groups[request.group or request.request_id]
 
@@ -201,7 +214,7 @@ class FairQueue:
             del client.order[bisect_left(client.order, group.place)]
             group.place = None
         if group.waiting:
-            group.place = (len(group.running) // self._quantum, group.waiting[0].arrival, group)
+            group.place = (len(group.running) // self._quantum, group.waiting[0].order, group)
             insort(client.order, group.place)
         if client.place is not None:
             del level.order[bisect_left(level.order, client.place)]
@@ -218,8 +231,8 @@ class FairQueue:
         if not client.groups:
             del level.clients[request.client]
         if not level.clients:
-            del self._levels[request.priority]
-            self._priorities.remove(request.priority)
+            del self._levels[seq.level]
+            self._numbers.remove(seq.level)
 
     def check_integrity(self, running: list[RequestState]) -> None:
         """Raises AssertionError if the rows or the orders are inconsistent."""

@@ -1,6 +1,6 @@
 """Which requests run and which wait, with the slots and the pages that they hold.
 
-Running requests are in the order of their keys (priority, quanta of their group at admission, arrival rank).
+Running requests are in the order of their keys (level, quanta of their group at admission, arrival rank).
 `fair_queue.py` orders waiting requests, and defines a quantum. A request that leaves `running` releases its slot and
 pages when the last step in flight with a row of it returns: until then the device writes there.
 """
@@ -78,6 +78,7 @@ class RequestQueues:
         self._last_slots = np.empty(0, np.int64)
         self._to_commit: deque[RequestState] = deque()  # a page of theirs is full, or they have left since
         self._pages_at_limits = 0  # of the running requests if all of them reach their limits
+        self.num_row_pages = 0  # of the running requests, shared ones counted for each
         # (step, slot, pages) of requests that have left but still have a row in a step in flight; steps ascending
         self._held: list[tuple[int, int, list[int]]] = []
 
@@ -93,6 +94,7 @@ class RequestQueues:
     def add(self, sequence: RequestState) -> None:
         """Adds a new request to the queue."""
         sequence.arrival = self._num_arrivals
+        sequence.order = (self._start_by(sequence), sequence.arrival)
         self._num_arrivals += 1
         if self.models is not None:
             self.models.add(sequence.request.model)
@@ -100,6 +102,10 @@ class RequestQueues:
             self._wait(sequence)
         else:
             self._held_back[sequence.arrival] = sequence
+
+    def _start_by(self, sequence: RequestState) -> float:
+        """The latest start of a request's prompt that keeps its target; 0 if there are no targets."""
+        return 0.0
 
     def _wait(self, sequence: RequestState) -> None:
         self.waiting.add(sequence)
@@ -244,6 +250,7 @@ class RequestQueues:
         self.adapters.enter(seq)
         insort(self.running, seq, key=_key)
         self._pages_at_limits += self._full_pages(seq)
+        self.num_row_pages += len(seq.pages)
         if self._outlook is not None:
             self._outlook.add(seq)
 
@@ -256,6 +263,7 @@ class RequestQueues:
         self.columns.leave(seq)
         self._last_rows = []  # it may come back to another slot
         self._pages_at_limits -= self._full_pages(seq)
+        self.num_row_pages -= len(seq.pages)
         if seq.last_step > self.last_done:
             insort(self._held, (seq.last_step, seq.slot, seq.pages))
         else:
@@ -286,6 +294,7 @@ class RequestQueues:
     def _grow(self, seq: RequestState) -> tuple[RequestState, int]:
         """Gives the request one more page. Returns it with the page's index."""
         seq.pages += self.pool.allocate(1)
+        self.num_row_pages += 1
         seq.num_stalls = 0
         return seq, len(seq.pages) - 1
 

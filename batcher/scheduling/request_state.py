@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
@@ -10,7 +11,7 @@ from enum import Enum
 import numpy as np
 
 from batcher.grammar import Matcher
-from batcher.request import Pooling, Request, RequestOutput, SamplingParams, TokenLogprobs
+from batcher.request import Pooling, Request, RequestOutput, SamplingParams, Targets, TokenLogprobs
 from batcher.sampling_table import PARAMETERS, is_asked
 from batcher.scheduling.page_moves import PageLoad
 from batcher.scheduling.pages import StoredPrefix
@@ -64,6 +65,10 @@ class RequestState:
     mask: np.ndarray | None = None  # the mask of its next token; None after that token's dispatch
     is_slow_to_mask: bool = True  # its first mask includes compilation, which is slow
     arrival: int = -1  # rank, set when it joins the scheduler's queue; kept at preemption
+    order: tuple[float, int] = (0.0, -1)  # in the queue, of one group: the latest start of its prompt, then its arrival
+    targets: Targets | None = None  # set when it joins the queue
+    is_last: bool = False  # it goes after all others of its priority: it is `flex`, or late
+    num_late_gaps: int = 0  # gaps longer than its target, of a request in a slot: see `SlotColumns.num_late`
     output: array[int] = field(default_factory=lambda: array("i"))  # tokens read back
     num_emitted: int = 0  # output tokens of dispatched steps, pending ones included
     num_computed: int = 0
@@ -99,8 +104,33 @@ class RequestState:
         self.has_penalties = any(parameter.counts_tokens for parameter in asked)
         self.is_blocked = self.matcher is not None
         self.state = State.COMPILING if self.is_blocked else State.WAITING
-        self.key = (request.priority, 0, -1)
+        self.is_last = request.is_flex
+        self.key = (self.level, 0, -1)
         self.prompt_logprobs = None if sampling.prompt_logprobs is None else [None] * (self.num_prompt - 1)
+
+    @property
+    def level(self) -> int:
+        """Requests of a lower level go first. Each priority has two levels, one of them for those that go last."""
+        return 2 * self.request.priority + self.is_last
+
+    @property
+    def itl_s(self) -> float:
+        """The target of a gap between two tokens, in seconds."""
+        itl_ms = None if self.targets is None else self.targets.itl_ms
+        return math.inf if itl_ms is None else itl_ms / 1000
+
+    @property
+    def ttft_s(self) -> float | None:
+        """The target of the time to the first token, in seconds; None also if there can be none any more."""
+        ttft_ms = None if self.targets is None or self.first_token_s >= 0 else self.targets.ttft_ms
+        return None if ttft_ms is None else ttft_ms / 1000
+
+    @property
+    def is_within_targets(self) -> bool | None:
+        """Whether a request that has ended was within its targets; None: it had none."""
+        if self.targets is None:
+            return None
+        return self.targets.are_kept(self.first_token_s - self.arrived_s, len(self.output) - 1, self.num_late_gaps)
 
     def take_mask(self) -> np.ndarray:
         """The mask of the token that is dispatched now. Blocks the sequence until its next mask is computed."""

@@ -1,7 +1,7 @@
 """Plans the next step: iteration-level scheduling under a token budget. The plan depends on the scheduler's state only.
 
 Waiting requests are admitted in the order of `fair_queue.py`: by priority, then by the rows that their clients and
-groups hold, then by arrival. Running requests are served in the order of their key (priority, quanta of their group at
+groups hold, then by arrival. Running requests are served in the order of their key (level, quanta of their group at
 admission, arrival rank), lowest first. Preemption changes neither priority nor arrival.
 
 1. Every decoding request gets one token. A request stalls when it needs a page and none is available: it keeps its slot
@@ -23,7 +23,7 @@ admission, arrival rank), lowest first. Preemption changes neither priority nor 
    prompt is skipped while the allowed number of long prompts run (`long_prompts.py`). It keeps its place. The budget
    may be an estimated time; a token then costs more if its context is longer (`step_budget.py`).
 7. The last chunk is shortened to the next smaller bucket if this saves more padding than its rest costs later.
-8. If the first request in the queue finds no room, and `fair_queue.py` names a running request of a client or a group
+8. If the first request in the queue finds no room or no time, and `fair_queue.py` names a running request of a client or a group
    that holds more rows, that request is preempted. Its full pages stay in the prefix cache, so little is recomputed.
 9. In a step without prompts, a row may have drafts (`speculation.py`). The request's limit and the available pages
    bound their number.
@@ -34,10 +34,13 @@ admission, arrival rank), lowest first. Preemption changes neither priority nor 
 12. With several models, all rows of a step are of one, which `model_turns.py` chooses. The rules above then hold among
     its requests, but preemption takes the highest key of all models. Requests of others are skipped and keep their
     place. After the first request that finds no room in its model's turn, no request of any model is admitted.
+13. If requests have latency targets, `targets.py` limits the tokens of prompts in a step, orders prompts, and may let a
+    row wait. Without targets there is no such policy.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -46,13 +49,14 @@ import numpy as np
 
 from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig
-from batcher.request import Pooling
+from batcher.request import Pooling, Targets
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.offloading import OffloadedPages
 from batcher.scheduling.request_queues import RequestQueues
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.speculation import Drafts
 from batcher.scheduling.step_plan import Chunk, StepPlan
+from batcher.scheduling.targets import LAST_FIRST, StepPolicy, turn_of
 from batcher.step import Bucket, Capacity, Variant
 from batcher.step_budget import StepBudget
 
@@ -76,6 +80,8 @@ class Verdict(Enum):
     NO_TURN = "it waits for another long prompt; others may pass"
     NO_ADAPTER = "it waits for its LoRA adapter; others may pass"
     NO_MODEL = "it waits for a turn of its model; others may pass"
+    NO_TIME = "it waits until a step has time for one more row, and so do all requests after it"
+    LATE = "its first token would come too late: it goes on after the others, or is refused"
 
 
 class Scheduler(RequestQueues):
@@ -107,10 +113,37 @@ class Scheduler(RequestQueues):
         self._num_promised = 0  # slots that steps in flight will release to requests before it
         self._mine = self.running  # the running requests of the model whose step is planned
         self._barrier: RequestState | None = None  # the request of rule 12; only with several models
+        self._config = config
+        self._clock = clock
+        self.policy: StepPolicy | None = None  # of rule 13; made for the first request with a target
+        self._strictest_s = math.inf  # the ITL target of the step that is planned
+        self.late: dict[RequestState, int] = {}  # waiting requests to refuse -> seconds after which to try again
+
+    def _start_by(self, sequence: RequestState) -> float:
+        request, config = sequence.request, self._config
+        sequence.targets = None if request.is_flex or sequence.pooling else request.targets or config.targets
+        if self.policy is None:
+            if sequence.targets is None and not request.is_flex:
+                return 0.0
+            percentile = (config.targets or Targets()).percentile
+            self.policy = StepPolicy(config.step_estimate, self.ladder, percentile)
+        order = self.policy.start_by(sequence.arrived_s, sequence.ttft_s, sequence.num_prompt)
+        if config.refuses_late and (ttft_s := sequence.ttft_s) is not None:
+            sequence.order = (order, sequence.arrival)
+            if (wait_s := self.policy.wait_s(sequence, self.waiting)) > ttft_s:
+                self.late[sequence] = math.ceil(wait_s - ttft_s)
+        return order
+
+    def take_late(self) -> list[tuple[RequestState, int]]:
+        """The waiting requests to refuse, with the seconds after which to try again."""
+        late, self.late = self.late, {}
+        return [(seq, seconds) for seq, seconds in late.items() if seq.state is State.WAITING]
 
     def schedule(self) -> StepPlan | None:
         """The plan of the next step, or None if nothing can run now."""
         self._outlook = None
+        if self.policy is not None:
+            self._strictest_s = self.policy.strictest(self.columns.limit_s)
         if self.offloaded is not None:
             self.offloaded.save_ahead()
         self._exchange_rows()
@@ -217,43 +250,57 @@ class Scheduler(RequestQueues):
             self.waiting.put_back(Verdict.NO_TURN)
         for adapter in self.adapters.to_look_at_again():
             self.waiting.put_back(adapter)
-        time_left = self.step_budget.time - (self.token_budget - budget)
+        limit, time_left = self.step_budget, self.step_budget.time - (self.token_budget - budget)
+        last_first = False
+        if self.policy is not None and (started or self.waiting):
+            last_first = (self.last_step + 1) % LAST_FIRST == 0
+            started.sort(key=lambda seq: turn_of(seq, last_first=last_first))
+            most = self.policy.prompt_tokens(num_rows, self.kv_tokens, self._strictest_s)
+            if most < budget:
+                limit, budget, time_left = self.policy.budget, most, most
+            if not budget and (head := self.waiting.first()) is not None:
+                self._without_room, self._lacks_pages = head, True
+        begun = [*started]  # and those that are admitted below
         while budget > 0:
             seq = started[0] if started else None
-            head = None if is_full or num_passed == _MAX_PASSED else self.waiting.first()
-            if head is not None and (seq is None or self.waiting.key(head) < seq.key):
+            head = None if is_full or num_passed == _MAX_PASSED else self.waiting.first(last_first=last_first)
+            if head is not None and (seq is None or self._goes_before(head, seq, last_first=last_first)):
                 seq = head
                 if seq.request.model != model:
                     is_full = seq is self._barrier
                     if not is_full:
                         self.waiting.set_aside(seq, (Verdict.NO_MODEL, seq.request.model))
                     continue
-                verdict = self._admit(seq, in_this_step, may_be_long=self.long_prompts.may_begin(num_long))
-                if verdict in (Verdict.NO_ROOM, Verdict.NOT_READ):
+                verdict = self._admit(seq, in_this_step, begun, may_be_long=self.long_prompts.may_begin(num_long))
+                if verdict in (Verdict.NO_ROOM, Verdict.NO_TIME, Verdict.NOT_READ):
                     is_full = True
-                    if verdict is Verdict.NO_ROOM:
+                    if verdict is not Verdict.NOT_READ:
                         self._without_room, self._lacks_pages = seq, bool(self._free_slots)
-                        self._barrier = None if self.models is None else seq
+                    if verdict is Verdict.NO_ROOM and self.models is not None:
+                        self._barrier = seq
                 elif verdict is Verdict.NO_ADAPTER:
                     self.waiting.set_aside(seq, seq.request.adapter)
+                elif verdict is Verdict.LATE:
+                    self._demote(seq)
                 elif verdict not in (Verdict.ADMITTED, Verdict.LOADING):
                     self.waiting.set_aside(seq, verdict if verdict is Verdict.NO_TURN else Verdict.NEXT_STEP)
                     num_passed += 1
                 if verdict is not Verdict.ADMITTED:
                     continue
                 num_long += self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed)
+                begun.append(seq)
             elif seq is None:
                 break
             else:
                 started.pop(0)
             most = min(self.long_prompts.chunk(len(seq.to_compute) - seq.num_computed), budget)
-            count = self.step_budget.fitting(seq.num_computed, most, min(time_left, self._time_of_a_chunk))
+            count = limit.fitting(seq.num_computed, most, min(time_left, self._time_of_a_chunk))
             if count == 0:
                 if chunks:
                     break
                 count = 1
             budget -= count
-            time_left -= self.step_budget.cost(seq.num_computed, count)
+            time_left -= limit.cost(seq.num_computed, count)
             chunks.append((seq, count))
             if seq.is_new:
                 seq.is_new = False
@@ -266,8 +313,45 @@ class Scheduler(RequestQueues):
             self._trim(chunks, num_rows)
         return chunks, admitted
 
-    def _admit(self, seq: RequestState, in_this_step: set[bytes], *, may_be_long: bool = True) -> Verdict:
-        """Admits a waiting request if there is room for it. Without `may_be_long`, a long prompt is not admitted."""
+    def _goes_before(self, waiting: RequestState, started: RequestState, *, last_first: bool) -> bool:
+        """Whether a waiting request gets tokens before one that has started."""
+        if self.policy is None:
+            return self.waiting.key(waiting) < started.key
+        return turn_of(waiting, last_first=last_first) < turn_of(started, last_first=last_first)
+
+    def _demote(self, seq: RequestState) -> None:
+        """Lets a late request go last, or has it refused."""
+        self._wait_no_longer(seq)
+        seq.is_last = True
+        self._wait(seq)
+        if self._config.refuses_late and not seq.num_preemptions:
+            self.waiting.set_aside(seq, Verdict.LATE)
+            self.late[seq] = 1
+
+    @property
+    def kv_tokens(self) -> int:
+        """The tokens whose K/V the running requests hold, shared ones counted for each."""
+        return self.num_row_pages * self.page_size
+
+    def _in_time(self, policy: StepPolicy, seq: RequestState, begun: list[RequestState]) -> Verdict | None:
+        """Whether rule 13 keeps a waiting request from being admitted now. `begun`: the prompts that are computed."""
+        left = seq.num_known - len(seq.prefix.pages) * self.page_size
+        slack_s = math.inf if seq.is_last else policy.slack_s(seq, left, begun, self._clock())
+        if slack_s < 0:
+            return Verdict.LATE
+        kv_tokens, strictest_s = self.kv_tokens + seq.num_known, self._strictest_s
+        if not seq.is_last:
+            strictest_s = min(strictest_s, policy.strictest(np.array([seq.itl_s])))
+        is_urgent = slack_s < policy.step_s
+        if not policy.may_enter(len(self.running), kv_tokens, strictest_s, is_urgent=is_urgent):
+            return Verdict.NO_TIME
+        return None
+
+    def _admit(
+        self, seq: RequestState, in_this_step: set[bytes], begun: list[RequestState], *, may_be_long: bool = True
+    ) -> Verdict:
+        """Admits a waiting request if there is room for it. Without `may_be_long`, a long prompt is not admitted.
+        `begun` are the prompts that are computed."""
         if seq.last_step > self.last_done:  # preempted in flight
             return Verdict.NOT_READ
         if seq.is_blocked:
@@ -286,6 +370,8 @@ class Scheduler(RequestQueues):
                     return Verdict.NEXT_STEP
         if not may_be_long and self.long_prompts.is_long(seq.num_known - len(prefix.pages) * self.page_size):
             return Verdict.NO_TURN
+        if self.policy is not None and (verdict := self._in_time(self.policy, seq, begun)) is not None:
+            return verdict
         if not self._free_slots:
             if self._num_promised == len(self._held):
                 return Verdict.NO_ROOM
@@ -336,7 +422,7 @@ class Scheduler(RequestQueues):
         if self.drafts is not None:
             has_adapters = self._have_adapters(decodes)
             drafts = self.drafts.choose(decodes, self.last_step + 1, has_adapters=has_adapters)
-        if drafts is None:
+        if drafts is None or not self._keeps_targets(drafts.bucket):
             return self._plan_ones(decodes, [], [], grown)
         q_lens = {seq: self._fit(seq, 1 + count, grown) for seq, count in drafts.counts.items()}
         if any(q_len > 1 for q_len in q_lens.values()):
@@ -344,6 +430,12 @@ class Scheduler(RequestQueues):
         plan = self._plan_ones(decodes, [], [], grown)
         plan.looks_up = drafts.looks_up
         return plan
+
+    def _keeps_targets(self, bucket: Bucket) -> bool:
+        """Whether a step of decodes with this bucket keeps the strictest target."""
+        if self.policy is None or self._strictest_s == math.inf:
+            return True
+        return self.policy.has_time(bucket.num_tokens, bucket.num_rows, self.kv_tokens, self._strictest_s)
 
     def _fit(self, seq: RequestState, most: int, grown: list[tuple[RequestState, int]]) -> int:
         """The number of tokens that a row computes, at most `most`. They are within the request's limit, and within

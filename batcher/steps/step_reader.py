@@ -111,7 +111,10 @@ class StepReader:
         for seq, token in zip(rows, drawn.tolist(), strict=True):
             seq.output.append(token)
         columns.left[slots] = left
-        counting.count_gaps(self._counts, reading.now - columns.last_token_s[slots])
+        gaps = reading.now - columns.last_token_s[slots]
+        counting.count_gaps(self._counts, gaps)
+        if self._scheduler.policy is not None:
+            columns.num_late[slots] += gaps > columns.itl_s[slots]
         columns.last_token_s[slots] = reading.now
         left_of_page = columns.left_of_page[slots] - 1
         columns.left_of_page[slots] = left_of_page
@@ -162,6 +165,7 @@ class StepReader:
         if not is_first:
             gap = (now - columns.last_token_of(seq)) / len(tokens)
             self._counts.inter_token_latency.observe(gap, len(tokens))
+            columns.count_late(seq, gap, len(tokens))
         seq.output.extend(tokens)
         columns.looked(seq, now)
         output = plain_output(seq, tokens)

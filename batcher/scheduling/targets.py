@@ -1,0 +1,285 @@
+"""Latency targets: how much of each step prompts get, in which order requests are served, and who is late.
+
+A request may have a target for the time to its first token (TTFT) and one for each gap between two tokens (ITL).
+
+1. A step with decodes may take the strictest ITL target of the running requests. Its time is predicted, and a margin
+   for the errors of the prediction is added. Prompts get the largest program that fits. They get the whole budget if no
+   running request has an ITL target, or none decodes. Each gap counts by itself: tokens that came early earn no later
+   gap. In one step of 1 / (1 - percentile), at 99 % in one of 100, prompts get the whole budget whatever the decodes
+   notice, but only if they got nothing in all steps between. So no prompt starves, and the percentile is still kept.
+   A target that is shorter than the smallest step with a prompt would stop all others. It is not kept.
+2. Within one priority, requests that can still keep their TTFT go first, in the order of the latest time at which their
+   prompts must start. `fair_queue.py` still shares rows among clients. A request without a TTFT target takes its place
+   as if it had one of `_USUAL_TTFT_S`, and is never late.
+3. A request that cannot keep its TTFT any more is late. Late and `flex` requests go after all others of their priority,
+   limit no step, and give their rows to others while they hold more than an eighth of all rows. In every
+   `LAST_FIRST`-th step they go first, with their rows and their chunks, so the others cannot starve them.
+4. A row is admitted if the decode step with it keeps the strictest target, its own included, with the margin. If its own
+   TTFT would be missed otherwise, the margin is not added. A row is always admitted if no other one runs.
+5. The wait in the queue is forecast from the prompt tokens before a request and from those that were admitted per
+   second while requests waited.
+
+The file has no clock. All times are seconds of the engine's clock, which are handed in.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batcher.buckets import BucketLadder
+from batcher.scheduling.request_state import RequestState
+from batcher.scheduling.step_plan import StepPlan
+from batcher.step_budget import StepBudget
+from batcher.step_times import StepEstimate
+
+LAST_FIRST = 8  # steps
+_USUAL_TTFT_S = 2.0
+_SCALE = 64.0  # the estimate of all steps may be wrong by this factor, either way
+_SHAPE_SCALE = 4.0  # and that of one shape, besides: if a table is wrong by two either way, its usual error may be two
+_FIRST_MARGIN, _MOST_MARGIN = 1.1, 1.5  # before errors are known; a step that takes longer is an accident
+_NUM_ERRORS, _ERRORS_AT_ONCE = 512, 32
+_MEMORY_S = 2.0  # of the rate of admission
+_LEAST_MEMORY_S = 0.1
+
+
+@dataclass(slots=True)
+class _Shape:
+    """The estimate of the steps of one padded shape, and how wrong it was."""
+
+    base_s: float
+    kv_token_s: float  # of reading the K/V of a token
+    pair_s: float  # of the attention of a query to a token
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=15))  # seconds taken / estimated
+    ratio: float | None = None  # the median; None: there are too few
+
+
+class StepPredictor:
+    """An estimate of steps' seconds, times a correction learnt from the steps that have run.
+
+    The correction is the median of the last steps of the same shape, or of all shapes while there are few. A few slow
+    steps do not move a median, and an estimate that is wrong by a constant factor is right after eight steps of a
+    shape.
+
+    Args:
+        percentile: the share of steps that `margin` covers, of those that are no accidents.
+    """
+
+    def __init__(self, estimate: StepEstimate, percentile: float = 0.99) -> None:
+        self.margin = _FIRST_MARGIN
+        self._estimate = estimate
+        self._percentile = percentile
+        self._shapes: dict[tuple[int, int], _Shape] = {}
+        self._recent: deque[float] = deque(maxlen=31)  # ratios of all shapes
+        self._usual = 1.0
+        self._taken = np.ones(_NUM_ERRORS)  # seconds taken / predicted, a ring
+        self._num_learnt = 0
+
+    def raw(self, num_tokens: int, num_rows: int, kv_tokens: float, pairs: float) -> float:
+        """The estimate, without the correction. The arguments are those of `StepEstimate.seconds`."""
+        shape = self._shape(num_tokens, num_rows)
+        return shape.base_s + max(kv_tokens * shape.kv_token_s, pairs * shape.pair_s)
+
+    def seconds(self, num_tokens: int, num_rows: int, kv_tokens: float, pairs: float) -> float:
+        """The expected seconds of a step."""
+        raw = self.raw(num_tokens, num_rows, kv_tokens, pairs)
+        ratio = self._shapes[num_tokens, num_rows].ratio
+        if ratio is None:
+            return raw * self._usual
+        return raw * min(max(ratio, self._usual / _SHAPE_SCALE), self._usual * _SHAPE_SCALE)
+
+    def learn(self, num_tokens: int, num_rows: int, raw_s: float, predicted_s: float, took_s: float) -> None:
+        """Learns from a step that `raw` estimated, `seconds` predicted, and that took `took_s`."""
+        if raw_s <= 0 or took_s <= 0:
+            return
+        shape, ratio = self._shape(num_tokens, num_rows), took_s / raw_s
+        shape.ratios.append(ratio)
+        if len(shape.ratios) > 2:
+            shape.ratio = _median(shape.ratios)
+        self._recent.append(ratio)
+        self._usual = min(max(_median(self._recent), 1 / _SCALE), _SCALE)
+        self._taken[self._num_learnt % _NUM_ERRORS] = took_s / predicted_s
+        self._num_learnt += 1
+        if self._num_learnt % _ERRORS_AT_ONCE == 0:
+            taken = self._learnt()
+            taken = np.sort(taken[taken <= _MOST_MARGIN])
+            self.margin = max(1.0, float(taken[int(self._percentile * (len(taken) - 1))])) if len(taken) else 1.0
+
+    def error(self, quantile: float) -> float:
+        """The quantile of the errors of the last predictions, as shares of them; 0 before there are any."""
+        return float(np.quantile(np.abs(self._learnt() - 1), quantile)) if self._num_learnt else 0.0
+
+    def _learnt(self) -> np.ndarray:
+        return self._taken[: min(self._num_learnt, _NUM_ERRORS)]
+
+    def _shape(self, num_tokens: int, num_rows: int) -> _Shape:
+        shape = self._shapes.get((num_tokens, num_rows))
+        if shape is None:
+            many, seconds = 1e6, self._estimate.seconds
+            base_s = seconds(num_tokens, num_rows, kv_tokens=0, pairs=0)
+            kv_s = seconds(num_tokens, num_rows, kv_tokens=many, pairs=0) - base_s
+            pairs_s = seconds(num_tokens, num_rows, kv_tokens=0, pairs=many) - base_s
+            shape = self._shapes[num_tokens, num_rows] = _Shape(base_s, kv_s / many, pairs_s / many)
+        return shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Dispatched:
+    """A step in flight, and its prediction."""
+
+    number: int
+    num_tokens: int
+    num_rows: int
+    raw_s: float
+    seconds: float
+
+
+class StepPolicy:
+    """The decisions of the module's docstring. The scheduler asks, and tells of steps in the order of their dispatch.
+
+    Args:
+        percentile: the share of a request's gaps that its ITL target is for.
+    """
+
+    def __init__(self, estimate: StepEstimate, ladder: BucketLadder, percentile: float = 0.99) -> None:
+        self.predictor = StepPredictor(estimate, percentile)
+        self.slack_tokens = 0  # that the last step had for prompts
+        self._token_budget = ladder.config.max_num_batched_tokens
+        plain = [b for b in ladder.buckets() if not b.num_drafts and not b.has_adapters]
+        self._decodes = sorted({b.num_rows for b in plain if b.decode_only})
+        self._mixed: dict[int, list[int]] = {}  # tokens, descending -> rows, ascending
+        for tokens, rows in sorted({(b.num_tokens, -b.num_rows) for b in plain if not b.decode_only}, reverse=True):
+            self._mixed.setdefault(tokens, []).append(-rows)
+        self._patience = math.ceil(1 / (1 - percentile)) - 1  # steps without a token for prompts
+        self._num_without = 0
+        self.step_s = 0.0  # predicted, of the step that is planned now, if prompts use all that they may
+        self._num_decodes = self._kv_tokens = 0  # of that step
+        self._in_flight: deque[_Dispatched] = deque()
+        self._busy_until_s = 0.0
+        self._admitted_tokens = self._admitting_s = 0.0  # while requests waited; both fade
+
+        most, few = next(iter(self._mixed)), next(reversed(self._mixed))
+        rows = self._mixed[most][-1]
+        step_s = estimate.seconds(most, rows, kv_tokens=0, pairs=0)
+        pair_s = (estimate.seconds(most, rows, kv_tokens=0, pairs=1e6) - step_s) / 1e6
+        self.budget = StepBudget(tokens=self._token_budget, even_context=step_s / most / pair_s if pair_s else math.inf)
+        self._smallest = few, self._mixed[few][0]
+
+    # --- the next step ---
+
+    def strictest(self, itl_s: np.ndarray) -> float:
+        """The strictest of these ITL targets, f64[n], that can be kept beside others; infinity if there is none."""
+        return float(itl_s.min(initial=math.inf, where=itl_s >= self.predictor.seconds(*self._smallest, 0, 0)))
+
+    def prompt_tokens(self, num_decodes: int, kv_tokens: int, strictest_s: float) -> int:
+        """The tokens that prompts may have in the next step, where some could use them.
+
+        Args:
+            num_decodes: rows that decode in the step.
+            kv_tokens: tokens whose K/V are read, of all running requests.
+        """
+        self._num_decodes, self._kv_tokens = num_decodes, kv_tokens
+        self.slack_tokens = self._fitting(num_decodes, kv_tokens, strictest_s)
+        self._num_without = 0 if self.slack_tokens else self._num_without + 1
+        return self.slack_tokens
+
+    def _fitting(self, num_decodes: int, kv_tokens: int, strictest_s: float) -> int:
+        notices = num_decodes > 0 and strictest_s < math.inf and self._num_without < self._patience
+        for tokens, row_rungs in self._mixed.items():
+            if num_decodes >= row_rungs[-1]:
+                break
+            rows = row_rungs[bisect_left(row_rungs, num_decodes + 1)]
+            self.step_s = self.predictor.seconds(tokens, rows, kv_tokens, kv_tokens)
+            if not notices or self.step_s * self.predictor.margin <= strictest_s:
+                return min(tokens, self._token_budget) - num_decodes
+        return 0
+
+    def has_time(self, num_tokens: int, num_rows: int, kv_tokens: int, strictest_s: float) -> bool:
+        """Whether a step of this padded shape keeps the target."""
+        return self.predictor.seconds(num_tokens, num_rows, kv_tokens, kv_tokens) * self.predictor.margin <= strictest_s
+
+    def may_enter(self, num_rows: int, kv_tokens: int, strictest_s: float, *, is_urgent: bool) -> bool:
+        """Whether one more row may run beside `num_rows`. `is_urgent`: its TTFT would be missed if it waited a step."""
+        if num_rows == 0 or strictest_s == math.inf:
+            return True
+        rung = bisect_left(self._decodes, num_rows + 1)
+        if rung == len(self._decodes):
+            return True  # there is no slot for it
+        rows = self._decodes[rung]
+        expected_s = self.predictor.seconds(rows, rows, kv_tokens, kv_tokens)
+        return expected_s * (1.0 if is_urgent else self.predictor.margin) <= strictest_s
+
+    # --- the queue ---
+
+    def start_by(self, arrived_s: float, ttft_s: float | None, num_prompt: int) -> float:
+        """The latest time at which a prompt must start, to order it among others."""
+        steps = num_prompt / self._token_budget
+        tokens = next(iter(self._mixed))
+        alone_s = steps * self.predictor.seconds(tokens, self._mixed[tokens][0], 0, 0)
+        return arrived_s + (_USUAL_TTFT_S if ttft_s is None else ttft_s - alone_s)
+
+    def slack_s(self, seq: RequestState, num_left: int, begun: Iterable[RequestState], now: float) -> float:
+        """The time between a request's first token and its target, if its prompt starts in the step that is planned now.
+        Below 0, it would be late.
+
+        Args:
+            num_left: tokens of its prompt to compute.
+            begun: prompts that are computed. Those that go before it delay it.
+        """
+        if (ttft_s := seq.ttft_s) is None:
+            return math.inf
+        mine = turn_of(seq)
+        before = sum(len(other.to_compute) - other.num_computed for other in begun if turn_of(other) < mine)
+        num_steps, rest = divmod(before + num_left, max(1, self.slack_tokens))
+        tokens = min((t for t in self._mixed if t >= rest + self._num_decodes), default=self._token_budget)
+        last_s = self.predictor.seconds(tokens, self._mixed[tokens][0], self._kv_tokens, self._kv_tokens)
+        first_s = max(now, self._busy_until_s) + num_steps * self.step_s + (last_s if rest else 0.0)
+        return seq.arrived_s + ttft_s - first_s
+
+    def wait_s(self, seq: RequestState, waiting: Iterable[RequestState]) -> float:
+        """The forecast of a request's wait in the queue; 0 if too little is known."""
+        if self._admitting_s < _LEAST_MEMORY_S:
+            return 0.0
+        mine = turn_of(seq)
+        before = sum(other.num_prompt for other in waiting if turn_of(other) < mine)
+        return before * self._admitting_s / max(1.0, self._admitted_tokens)
+
+    # --- steps ---
+
+    def dispatched(self, plan: StepPlan, now: float, *, kv_tokens: int, have_waiting: bool) -> None:
+        """Records a step, with its bucket as it is dispatched."""
+        tokens, rows = plan.bucket.num_tokens, plan.bucket.num_rows
+        pairs = kv_tokens + sum((chunk.start + chunk.count / 2) * chunk.count for chunk in plan.chunks)
+        raw_s = self.predictor.raw(tokens, rows, kv_tokens, pairs)
+        seconds = self.predictor.seconds(tokens, rows, kv_tokens, pairs)
+        self._in_flight.append(_Dispatched(plan.number, tokens, rows, raw_s, seconds))
+        self._busy_until_s = max(self._busy_until_s, now) + seconds
+        if not have_waiting:
+            self._admitted_tokens = self._admitting_s = 0.0
+            return
+        kept = math.exp(-seconds / _MEMORY_S)
+        self._admitting_s = kept * self._admitting_s + seconds
+        self._admitted_tokens = kept * self._admitted_tokens + sum(seq.num_prompt for seq in plan.admitted)
+
+    def returned(self, number: int, now: float, took_s: float) -> None:
+        """Records that a step has returned after `took_s` seconds on the device."""
+        if not self._in_flight or self._in_flight[0].number != number:  # it was dispatched before there was a policy
+            return
+        step = self._in_flight.popleft()
+        self.predictor.learn(step.num_tokens, step.num_rows, step.raw_s, step.seconds, took_s)
+        self._busy_until_s = now + sum(each.seconds for each in self._in_flight)
+
+
+def turn_of(seq: RequestState, *, last_first: bool = False) -> tuple[int, tuple[float, int]]:
+    """The place of a request in the order of prompts."""
+    return seq.level ^ last_first, seq.order
+
+
+def _median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
