@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
 MAX_DEVICE_STOP_IDS = 16
+MOST_TARGET_MS = 10**7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,6 +46,7 @@ from server.database import Database, FullError
 from server.engine.group import EngineGroup
 from server.engine.protocol import Engine
 from server.engine.wire import LoadAdapter, LoadModel
+from server.http.auth import clients_of
 from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError
 from server.settings import Settings
 from server.text.template_runner import TemplateRunner
@@ -80,7 +81,11 @@ def create_state(
         templates=TemplateRunner(timeout_s=settings.template_timeout_s),
         history=StatsHistory(lambda: engine.stats),
         metrics=ServerMetrics(
-            engines, prefix=settings.metrics_prefix, model_name=settings.model_names[0], key_names=settings.key_names
+            engines,
+            prefix=settings.metrics_prefix,
+            model_name=settings.model_names[0],
+            key_names=settings.key_names,
+            clients=clients_of((*settings.api_keys, *settings.admin_api_keys)),
         ),
     )
     if settings.prefill_url:

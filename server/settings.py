@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from batcher.request import MOST_TARGET_MS, Targets
 from batcher.sampling_table import PARAMETERS
 from model.inputs.json_file import read_fields
 from model.inputs.limits import MAX_VOCAB_SIZE
@@ -23,6 +24,8 @@ DEFAULT_BATCH_CONCURRENCY = 64
 MOST_API_SERVERS = 64
 MOST_BATCH_REQUESTS = 4096  # in the engine at once
 TOP_K_OFF = -1  # in requests and files; for the engine 0 is off
+FLEX = "flex"  # the service tier of requests without targets
+_KEY_TARGETS = "--api-key-targets"
 
 
 def _range_of(name: str) -> msgspec.Meta:
@@ -249,6 +252,10 @@ class Settings:
         (), "The names of the API keys in their order, in the JSON log and in /metrics", unset="key-1, key-2 and so on",
         nargs="+", metavar="NAME",
     )  # fmt: skip
+    api_key_targets: Sequence[str] = _of_access(
+        (), "Latency targets of an API key's requests, as milliseconds between two tokens and to the first one, such as "
+        "`chat=50/500`. `-` is none, and `jobs=flex` is served in what the others leave", nargs="+", metavar="NAME=ITL/TTFT",
+    )  # fmt: skip
     api_key_all_routes: bool = _of_access(False, "Probes, /metrics and /docs need a key, too")
     max_concurrent_per_key: int | None = _of_access(
         None, "Requests that one API key may have running. One more is answered 429", unset="any number", least=1,
@@ -320,6 +327,8 @@ class Settings:
             raise ValueError(f"--api-key-names: {len(self.api_keys)} keys have at most one name each, all different")
         if self.max_concurrent_per_key is not None and not self.api_keys:
             raise ValueError("--max-concurrent-per-key counts requests by their API key: it needs --api-key")
+        if unknown := sorted(set(self.targets_of_keys) - set(self.key_names)):
+            raise ValueError(f"{_KEY_TARGETS}: no API key has the name {unknown[0]!r} (--api-key-names)")
         if self.prefix_caching_per_key and not self.api_keys:
             raise ValueError("--prefix-caching-per-key tells clients apart by their API key: it needs --api-key")
 
@@ -329,6 +338,25 @@ class Settings:
         unnamed = range(len(self.api_key_names) + 1, len(self.api_keys) + 1)
         admins = range(1, len(self.admin_api_keys) + 1)
         return [*self.api_key_names, *(f"key-{n}" for n in unnamed), *(f"admin-{n}" for n in admins)]
+
+    @property
+    def targets_of_keys(self) -> dict[str, tuple[Targets | None, bool]]:
+        """The name of an API key -> the targets of its requests, and whether they are `flex`. Raises ValueError."""
+        return dict(map(_targets_of_key, self.api_key_targets))
+
+
+def _targets_of_key(text: str) -> tuple[str, tuple[Targets | None, bool]]:
+    name, _, value = text.partition("=")
+    if value == FLEX:
+        return name, (None, True)
+    try:
+        itl, ttft = (None if part == "-" else float(part) for part in value.split("/"))
+    except ValueError:
+        raise ValueError(f"{_KEY_TARGETS} {text!r}: it is NAME=ITL/TTFT, such as chat=50/500, or NAME={FLEX}") from None
+    for number in (itl, ttft):
+        if number is not None and not 0 < number <= MOST_TARGET_MS:
+            raise ValueError(f"{_KEY_TARGETS} {text!r}: a target is above 0 and at most {MOST_TARGET_MS} milliseconds")
+    return name, (Targets(itl_ms=itl, ttft_ms=ttft), False)
 
 
 def _is_url(text: str) -> bool:

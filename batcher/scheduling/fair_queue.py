@@ -168,8 +168,9 @@ class FairQueue:
         self._put(level, client, group)
         self._forget(seq, level, client, group)
 
-    def giver(self, taker: RequestState) -> RequestState | None:
-        """The running request that gives its row to a waiting one by rule 4. None: `taker` waits for a row."""
+    def giver(self, taker: RequestState, *, of_last: bool = False) -> RequestState | None:
+        """The running request that gives its row to a waiting one by rule 4. None: `taker` waits for a row. With
+        `of_last`, only requests that go last give theirs."""
         if taker is self._nothing_for:
             return None
         level, client, group = self._find(taker)
@@ -178,6 +179,8 @@ class FairQueue:
             held = [other for other in last.clients.values() if other.num_rows]
             if sum(other.num_rows for other in held) > self._quantum:
                 return max(held, key=_num_rows_of).largest().running[-1]
+        if of_last:
+            return None
         most = max(level.clients.values(), key=_num_rows_of)
         if most.num_rows > client.num_rows + 1:
             return most.largest().running[-1]

@@ -44,6 +44,7 @@ import math
 import time
 from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -110,6 +111,7 @@ class Scheduler(RequestQueues):
         self.max_stalls = _MAX_STALLS
         self._without_room: RequestState | None = None  # the first in the queue for which the last step had no room
         self._lacks_pages = False  # there was a free slot for it, so it lacked pages
+        self._lacks_time = False  # there was room for it, but no time (rule 13)
         self._num_promised = 0  # slots that steps in flight will release to requests before it
         self._mine = self.running  # the running requests of the model whose step is planned
         self._barrier: RequestState | None = None  # the request of rule 12; only with several models
@@ -123,7 +125,7 @@ class Scheduler(RequestQueues):
         request, config = sequence.request, self._config
         sequence.targets = None if request.is_flex or sequence.pooling else request.targets or config.targets
         if self.policy is None:
-            if sequence.targets is None and not request.is_flex:
+            if sequence.targets is None:
                 return 0.0
             percentile = (config.targets or Targets()).percentile
             self.policy = StepPolicy(config.step_estimate, self.ladder, percentile)
@@ -175,10 +177,10 @@ class Scheduler(RequestQueues):
         if seq is None or seq.state is not State.WAITING or not self.may_start:
             return
         if self._free_slots:
-            is_coming = bool(self._held) or not self._lacks_pages
+            is_coming = bool(self._held) or not (self._lacks_pages or self._lacks_time)
         else:
             is_coming = len(self._held) > self._num_promised
-        if not is_coming and (giver := self.waiting.giver(seq)) is not None:
+        if not is_coming and (giver := self.waiting.giver(seq, of_last=self._lacks_time)) is not None:
             self.preempt(giver)
 
     def _decodes(self) -> tuple[list[RequestState], list[tuple[RequestState, int]]]:
@@ -251,20 +253,22 @@ class Scheduler(RequestQueues):
         for adapter in self.adapters.to_look_at_again():
             self.waiting.put_back(adapter)
         limit, time_left = self.step_budget, self.step_budget.time - (self.token_budget - budget)
-        last_first = False
+        last_first = (self.last_step + 1) % LAST_FIRST == 0
+        if self.policy is not None or last_first:
+            started.sort(key=lambda seq: self._turn(seq, last_first=last_first))
         if self.policy is not None and (started or self.waiting):
-            last_first = (self.last_step + 1) % LAST_FIRST == 0
-            started.sort(key=lambda seq: turn_of(seq, last_first=last_first))
             most = self.policy.prompt_tokens(num_rows, self.kv_tokens, self._strictest_s)
             if most < budget:
                 limit, budget, time_left = self.policy.budget, most, most
             if not budget and (head := self.waiting.first()) is not None:
-                self._without_room, self._lacks_pages = head, True
+                self._without_room, self._lacks_time = head, True
         begun = [*started]  # and those that are admitted below
         while budget > 0:
             seq = started[0] if started else None
             head = None if is_full or num_passed == _MAX_PASSED else self.waiting.first(last_first=last_first)
-            if head is not None and (seq is None or self._goes_before(head, seq, last_first=last_first)):
+            if head is not None and (
+                seq is None or self._turn(head, last_first=last_first) < self._turn(seq, last_first=last_first)
+            ):
                 seq = head
                 if seq.request.model != model:
                     is_full = seq is self._barrier
@@ -275,7 +279,8 @@ class Scheduler(RequestQueues):
                 if verdict in (Verdict.NO_ROOM, Verdict.NO_TIME, Verdict.NOT_READ):
                     is_full = True
                     if verdict is not Verdict.NOT_READ:
-                        self._without_room, self._lacks_pages = seq, bool(self._free_slots)
+                        self._without_room, self._lacks_time = seq, verdict is Verdict.NO_TIME
+                        self._lacks_pages = bool(self._free_slots) and not self._lacks_time
                     if verdict is Verdict.NO_ROOM and self.models is not None:
                         self._barrier = seq
                 elif verdict is Verdict.NO_ADAPTER:
@@ -313,11 +318,12 @@ class Scheduler(RequestQueues):
             self._trim(chunks, num_rows)
         return chunks, admitted
 
-    def _goes_before(self, waiting: RequestState, started: RequestState, *, last_first: bool) -> bool:
-        """Whether a waiting request gets tokens before one that has started."""
-        if self.policy is None:
-            return self.waiting.key(waiting) < started.key
-        return turn_of(waiting, last_first=last_first) < turn_of(started, last_first=last_first)
+    def _turn(self, seq: RequestState, *, last_first: bool) -> tuple[Any, ...]:
+        """The place of a request in the order of prompts."""
+        if self.policy is not None:
+            return turn_of(seq, last_first=last_first)
+        level, *rest = seq.key if seq.state is State.RUNNING else self.waiting.key(seq)
+        return (level ^ last_first, *rest)
 
     def _demote(self, seq: RequestState) -> None:
         """Lets a late request go last, or has it refused."""

@@ -14,6 +14,7 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.long_prompts import LongPrompts
 from batcher.request import LogprobsMode
 from batcher.step import Bucket
+from batcher.step_times import StepEstimate
 from model.config import LlamaConfig
 from model.execution.memory_plan import RunnerConfig
 from model.execution.prompt_lookup import PromptLookup
@@ -22,7 +23,8 @@ from scripts.building.attention_backend import Backends
 from scripts.building.chips import ModelOnChips, choose_chips_and_context, choose_model_len, describe_idle
 from scripts.building.device import Device
 from scripts.building.draft import ChosenDraft, ChosenHead, choose_draft
-from scripts.building.weights import ChosenWeights, choose_weights, listed
+from scripts.building.step_times import choose_step_estimate
+from scripts.building.weights import ChosenWeights, bits_of_a_weight, choose_weights, listed
 from scripts.flags.settings import EngineSettings
 
 STEP_TIMEOUT_S = 30.0  # on a chip; programs have been run once before the first step
@@ -135,6 +137,10 @@ def choose_limits(
             f"  context           {context} tokens, the longest for which the memory has room; the model was trained "
             f"for {trained}. More chips, --kv-cache-dtype or --quantization leave room for more"
         )
+    if platform != "cpu" and settings.target_itl is not None and settings.max_num_seqs is None:
+        buckets, estimate = bucket_config(settings, platform, num_chips), step_estimate(settings, platform, weights, num_chips)
+        settings = _with_ceiling(settings, buckets, estimate, report)
+        on_chips.cache_clear()
     chips = on_chips(num_chips, context)
     if settings.has_models:
         if settings.max_resident_models is None:
@@ -153,6 +159,30 @@ def choose_limits(
         ladder=ladder,
         may_wait=later,
     )
+
+
+def step_estimate(settings: EngineSettings, platform: str, weights: ChosenWeights, num_chips: int) -> StepEstimate:
+    """The estimate of the steps' times, from the model and the attached devices."""
+    bits = bits_of_a_weight(weights.quantization, weights.dtype)
+    kv_bits = bits_of_a_weight(None, weights.dtype) if settings.kv_cache_dtype == "auto" else 8
+    return choose_step_estimate(weights.config, platform, weight_bits=bits, kv_bits=kv_bits, num_chips=num_chips)
+
+
+def _with_ceiling(
+    settings: EngineSettings, buckets: BucketConfig, estimate: StepEstimate, report: Callable[[str], None]
+) -> EngineSettings:
+    """The settings with the most rows whose decode keeps --target-itl by the estimate. Fewer may run at once: every step
+    is measured, and a row that would break a target waits."""
+    target_ms = settings.target_itl
+    assert target_ms is not None
+    rungs = sorted(bucket.num_rows for bucket in BucketLadder(buckets).buckets() if bucket.decode_only)
+    times_ms = {rows: 1000 * estimate.seconds(rows, rows, kv_tokens=0, pairs=0) for rows in rungs}
+    kept = max((rows for rows in rungs if times_ms[rows] <= target_ms), default=rungs[0])
+    report(
+        f"  ceilings          {kept} rows, whose decode takes {times_ms[kept]:.1f} of --target-itl {target_ms:g} ms "
+        f"without attention; {buckets.max_num_batched_tokens} tokens"
+    )
+    return replace(settings, max_num_seqs=kept)
 
 
 def bucket_config(settings: EngineSettings, platform: str, num_chips: int) -> BucketConfig:

@@ -23,7 +23,14 @@ from scripts.building.adapter_store import RunnersStore
 from scripts.building.attention_backend import BACKENDS, Backends, Chosen, can_a_child_test, choose_attention
 from scripts.building.described_chips import keep_description
 from scripts.building.device import KeptFolders, Report, phase, start_device
-from scripts.building.limits import EnginePlan, choose_limits, choose_step_timeout, even_context, long_prompts
+from scripts.building.limits import (
+    EnginePlan,
+    choose_limits,
+    choose_step_timeout,
+    even_context,
+    long_prompts,
+    step_estimate,
+)
 from scripts.building.load import Loader
 from scripts.building.models import RunnersModels
 from scripts.building.offloading import GIB, Digests, identity_of_pages, make_offloading, start_digests
@@ -83,6 +90,9 @@ class Built:
             max_waiting=settings.max_queue,
             pipeline_depth=settings.pipeline_depth,
             step_times=choose_step_times(weights.config, platform, weight_bits=bits, num_chips=chips.num_chips),
+            targets=settings.targets,
+            refuses_late=settings.when_late == "refuse",
+            step_estimate=step_estimate(settings, platform, weights, chips.num_chips),
             draft_cost=0.0 if draft is None else draft.cost(weights, platform),
             step_timeout_s=choose_step_timeout(settings.step_timeout, platform),
             offloading=make_offloading(settings, self.runner, self.digests),

@@ -1,11 +1,11 @@
-"""The table of step times by which the scheduler decides whether drafts pay."""
+"""The step times by which the scheduler decides whether drafts pay, and by which it keeps latency targets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from batcher.step_times import StepTimes
+from batcher.step_times import PerTokenEstimate, StepEstimate, StepTimes
 from model.config import LlamaConfig
 from model.eagle_config import EagleConfig, EagleForm
 from pallas_kernels.chips import GPUS, TPUS, GpuChip, TpuChip
@@ -20,6 +20,7 @@ ITEMSIZE = 2  # bytes of an activation
 # Milliseconds of the demo on two cores, with products in C: plain steps of one and two rows, and steps of one, two and
 # four rows with three drafts each (scripts/lab/results/2026-11-22-speculative.md). Where the weights do not fit
 # into a cache, longer steps take less of a short one's time than these, so the table is a cautious one.
+DEMO_MULTIPLIED = 3_145_728  # its weights
 CPU_TIMES = StepTimes(num_tokens=(1, 2, 4, 8, 16), times=(0.26, 0.28, 0.36, 0.42, 0.66))
 
 
@@ -89,6 +90,30 @@ class Products:
         return max(num_bytes / self._read_bytes_per_s(num_rows), flops / self.flops_per_s)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WithAttention(Products):
+    """The seconds of a whole step. It is a `batcher.step_times.StepEstimate`."""
+
+    kv_token_bytes: float  # of all layers
+    pair_flops: float  # of attention, per query and computed token
+
+    def seconds(self, num_tokens: int, num_rows: int, *, kv_tokens: float, pairs: float) -> float:
+        """The seconds of a step.
+
+        Args:
+            num_tokens: padded, as `num_rows`.
+            kv_tokens: tokens whose K/V are read, of all rows.
+            pairs: of a query and a token that it attends to.
+        """
+        attention = self._part(kv_tokens * self.kv_token_bytes, pairs * self.pair_flops, num_rows)
+        return self.products_seconds(num_tokens, num_rows) + attention
+
+
+def pair_flops(config: LlamaConfig, num_chips: int) -> float:
+    """The operations of attention on one device, per query and token that it attends to."""
+    return 4 * config.num_layers * config.num_heads * config.head_dim / num_chips
+
+
 def products(
     config: LlamaConfig, chip: TpuChip | GpuChip, *, weights_read: float, weight_itemsize: float, num_chips: int
 ) -> dict[str, Any]:
@@ -147,6 +172,22 @@ def choose_step_times(config: LlamaConfig, platform: str, *, weight_bits: int, n
     if platform == "cpu":
         return CPU_TIMES
     return chip_times(config, attached_chip(platform), weight_bits=weight_bits, num_chips=num_chips)
+
+
+def choose_step_estimate(
+    config: LlamaConfig, platform: str, *, weight_bits: int, kv_bits: int, num_chips: int
+) -> StepEstimate:
+    """The estimate of all steps of the model on the attached devices. The other arguments are as in
+    `choose_step_times`."""
+    if platform == "cpu":  # in proportion to the demo; what steps really take is learnt
+        scale = num_multiplied(config) / DEMO_MULTIPLIED / 1000
+        first_s, token_s = CPU_TIMES(1) * scale, (CPU_TIMES(16) - CPU_TIMES(1)) / 15 * scale
+        pair_s = token_s * pair_flops(config, 1) / (2 * num_multiplied(config))
+        return PerTokenEstimate(first_s - token_s, token_s, pair_s)
+    chip, read = attached_chip(platform), num_multiplied(config) * weight_bits / 8 / num_chips
+    shares = products(config, chip, weights_read=read, weight_itemsize=weight_bits / 8, num_chips=num_chips)
+    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_bits / 8 / num_chips
+    return WithAttention(**shares, kv_token_bytes=kv_bytes, pair_flops=pair_flops(config, num_chips))
 
 
 def chip_times(config: LlamaConfig, chip: TpuChip | GpuChip, *, weight_bits: int, num_chips: int) -> StepTimes:

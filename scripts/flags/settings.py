@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from batcher.config import DEFAULT_MAX_WAITING, DEFAULT_PIPELINE_DEPTH
-from batcher.request import LogprobsMode, Pooling
+from batcher.request import MOST_TARGET_MS, LogprobsMode, Pooling, Targets
 from model.inputs.paths import check_local, place
 from model.loading.source import DEMO, ModelSource, resolve
 from model.quantization.checkpoint_form import STORED_METHODS
@@ -113,6 +113,22 @@ class EngineSettings:
     step_budget: str = _of_batching(
         "tokens", "The budget of a step counts `tokens` or estimated `time`, which a long context makes longer",
         choices=("tokens", "time"), metavar="KIND",
+    )  # fmt: skip
+    target_itl: float | None = _of_batching(
+        None, "Milliseconds between two tokens that every request is to keep. Steps then give prompts as many tokens as "
+        "this leaves time for", metavar="MS", above=0, most=MOST_TARGET_MS,
+    )  # fmt: skip
+    target_ttft: float | None = _of_batching(
+        None, "Milliseconds to the first token. The prompt that must start first goes first", metavar="MS", above=0,
+        most=MOST_TARGET_MS,
+    )  # fmt: skip
+    target_percentile: float = _of_batching(
+        99, "The percentage of the times between two tokens that must be within the target", metavar="P", least=50,
+        most=99.99,
+    )  # fmt: skip
+    when_late: str = _of_batching(
+        "serve", "Requests that would miss their --target-ttft are answered 429 (`refuse`), or served after all others",
+        choices=("serve", "refuse"), metavar="WHAT",
     )  # fmt: skip
     enable_prefix_caching: bool = _of_batching(True, "Pages of earlier prompts are not used again")
     kv_events_config: str | Mapping[str, Any] | None = _of_batching(
@@ -298,6 +314,14 @@ class EngineSettings:
     @property
     def adapters(self) -> list[LoraModule]:
         return lora_modules(self.lora_modules or ())
+
+    @property
+    def targets(self) -> Targets | None:
+        """The latency targets of requests that name none; None: they have none."""
+        if self.target_itl is None and self.target_ttft is None:
+            return None
+        percentile = self.target_percentile / 100
+        return Targets(itl_ms=self.target_itl, ttft_ms=self.target_ttft, percentile=percentile)
 
     @property
     def has_models(self) -> bool:

@@ -44,8 +44,15 @@ class ServerMetrics:
     The counts of requests are summed over all engines, and have the number 0."""
 
     def __init__(
-        self, sources: Sequence[Engine], *, prefix: str, model_name: str, key_names: Sequence[str] = ()
+        self,
+        sources: Sequence[Engine],
+        *,
+        prefix: str,
+        model_name: str,
+        key_names: Sequence[str] = (),
+        clients: Sequence[int] = (),
     ) -> None:
+        self._names_of_clients = dict(list(zip(clients, key_names, strict=False))[:MOST_NAMES])
         self._key_names = frozenset(key_names[:MOST_NAMES])
         self._sources = sources
         self._prefix = prefix
@@ -119,6 +126,8 @@ class ServerMetrics:
             doc, none = "Models, by where their weights are.", dict.fromkeys(ModelState, 0)
             yield self._each(Gauge, "models", doc, lambda s: none | Tally(s.stats.models.values()), "state")
             yield from self._figures("models")
+        if any(source.stats.prediction_error for source in self._sources):
+            yield from self._targets()
         if any(source.stats.offloading.num_places for source in self._sources):
             yield from self._figures("offloading")
         no_ends = dict.fromkeys(("abort", "error", "length", "stop"), 0)
@@ -173,6 +182,17 @@ class ServerMetrics:
         yield self._each(
             Counter, "lora_slot_written_bytes", doc, lambda s: s.stats.num_adapter_loads * s.info.adapter_bytes
         )
+
+    def _targets(self) -> Iterator[Metric]:
+        yield from self._figures("targets")
+        rows = []
+        for labels, source in self._engines():
+            by_key: Tally[tuple[str, str, str]] = Tally()
+            for (client, targets, outcome), count in source.stats.by_targets.items():
+                by_key[self._names_of_clients.get(client, OTHERS if client else ""), targets, outcome] += count
+            rows += [((*labels, *names), count) for names, count in sorted(by_key.items())]
+        doc = "Requests with targets (ITL/TTFT in ms), by their API key and by whether they were kept."
+        yield self._metric(Counter, "requests_by_targets", doc, rows, "api_key", "targets", "outcome")
 
     def _figures(self, part: str, sources: Sequence[tuple[tuple[str, str], Any]] = ()) -> Iterator[Metric]:
         """The figures of a part. `sources` have them, with their labels; by default the engines' statistics."""

@@ -362,7 +362,7 @@ def error_of(output: wire.Output, grammar_field: str | None = None) -> RequestEr
     message = output.error
     match output.status:
         case 429:
-            return overloaded(message)
+            return overloaded(message, output.retry_after_s or 1)
         case 503:
             return unavailable(message, retry_after_s=1)
         case 400 if output.param is None and grammar_field is not None:

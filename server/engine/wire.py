@@ -23,7 +23,7 @@ import msgspec
 
 from batcher.change import PauseMode as PauseMode
 from batcher.page_store import PageSource
-from batcher.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+from batcher.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams, Targets, TokenLogprobs
 from batcher.stats import EngineStats
 
 if TYPE_CHECKING:  # the HTTP process does without numpy
@@ -47,6 +47,8 @@ class WireRequest(msgspec.Struct, array_like=True, frozen=True):
     model: int = 0
     source: PageSource | None = None
     keep_as: bytes = b""
+    targets: Targets | None = None
+    is_flex: bool = False
 
 
 SAME_GRAMMAR = ""
@@ -270,6 +272,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     drafts: tuple[int, int] | None = None
     by_pause: bool = False
     sampled_logprobs: tuple[float, ...] = ()
+    retry_after_s: int | None = None  # of status 429
 
 
 class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -445,6 +448,7 @@ def requests_from_wire(items: Sequence[WireRequest]) -> list[Request]:
 
 _STATUSES: dict[ErrorCode | None, int] = {
     ErrorCode.QUEUE_DEADLINE: 503,
+    ErrorCode.LATE: 429,
     ErrorCode.ENGINE_DEAD: 503,
     ErrorCode.MODEL: 503,
     ErrorCode.GRAMMAR: 400,
@@ -471,6 +475,7 @@ def output_to_wire(output: RequestOutput) -> Output:
         drafts=output.drafts,
         by_pause=output.by_pause,
         sampled_logprobs=output.sampled_logprobs,
+        retry_after_s=output.retry_after_s,
     )
 
 

@@ -38,7 +38,16 @@ class KeyRing:
 
 def current_client() -> int:
     """A number from the API key of the request that the current task answers; 0 if the server has no keys."""
-    return int.from_bytes(current_key.get()[:8]) >> 1
+    return _client(current_key.get())
+
+
+def clients_of(keys: Iterable[str]) -> list[int]:
+    """The number of each of these API keys, see `current_client`."""
+    return [_client(_digest(key.encode())) for key in keys]
+
+
+def _client(digest: bytes) -> int:
+    return int.from_bytes(digest[:8]) >> 1
 
 
 def _digest(key: bytes) -> bytes:

@@ -114,6 +114,7 @@ export class Dashboard {
       tile("ITL", itl, `ms, p95 ${itl95}`),
       tile("K/V pages", percent(state.pages_used / state.pages), `of ${state.pages.toLocaleString()}`),
       tile("Prefix hits", percent(share(state.prefix_cache_hits, state.prefix_cache_queries)), "of prompt tokens"),
+      state.with_targets && tile("Within targets", percent(state.within_targets / state.with_targets), `of ${compact(state.with_targets)} requests`),
       state.draft_tokens && tile("Drafts accepted", percent(state.draft_tokens_accepted / state.draft_tokens), `of ${compact(state.draft_tokens)} tokens`),
       state.max_loras && tile("Adapters", running, `running, ${loaded.toLocaleString()} loaded, ${compact(swaps)} swaps`),
       models.length && tile("Model", atWork.join(", ") || "–", `has the device, of ${models.length} models`),

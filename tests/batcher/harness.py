@@ -22,7 +22,9 @@ from tests.batcher.toy_grammar import ToyGrammars
 EOS = (1, 2)
 CAPACITY = Capacity(num_slots=4, num_pages=64, page_size=4, max_model_len=64, max_num_batched_tokens=32, vocab_size=100)
 
-_OF_REQUESTS = ("client", "group", "cache_salt", "deadline_s", "embeds", "counts_drafts", "adapter", "model")
+_OF_REQUESTS = (
+    "client", "group", "cache_salt", "deadline_s", "embeds", "counts_drafts", "adapter", "model", "targets", "is_flex",
+)  # fmt: skip
 
 
 def make_capacity(**changes: object) -> Capacity:

@@ -16,7 +16,7 @@ from batcher.scheduling.step_plan import StepPlan
 from model.config import LlamaConfig
 from model.quantization.forms import Rounding
 from pallas_kernels.chips import EIGHT_BIT_SPEED
-from scripts.building.step_times import Products, products
+from scripts.building.step_times import WithAttention, pair_flops, products
 from scripts.lab.planning.target import Target
 
 # Of the host, per step and per row of it: scheduling, packing, dispatch and results (scripts.lab.host, and the
@@ -29,11 +29,9 @@ MEASURED_SHARES: Mapping[str, Mapping[int, float]] = {"h100": {1: 0.736, 16: 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roofline(Products):
+class Roofline(WithAttention):
     """The seconds of a step on one replica. Sizes are of one device."""
 
-    kv_token_bytes: float  # of all layers
-    pair_flops: float  # of attention, per query and computed token
     rounding: Rounding | None = None  # of the inputs of projections
     data_sheet_bytes_per_s: float = 0.0
     measured: Mapping[int, float] = field(default_factory=dict, hash=False)  # of `MEASURED_SHARES`; empty: none
@@ -44,17 +42,6 @@ class Roofline(Products):
             tokens += seq.num_computed
             pairs += count * (seq.num_computed - (count - 1) / 2)
         return self.seconds(plan.bucket.num_tokens, plan.bucket.num_rows, kv_tokens=tokens, pairs=pairs)
-
-    def seconds(self, num_tokens: int, num_rows: int, *, kv_tokens: float, pairs: float) -> float:
-        """The seconds of a step.
-
-        Args:
-            num_tokens: padded, as `num_rows`.
-            kv_tokens: tokens whose K/V are read, of all rows.
-            pairs: of a query and a token that it attends to.
-        """
-        attention = self._part(kv_tokens * self.kv_token_bytes, pairs * self.pair_flops, num_rows)
-        return self.products_seconds(num_tokens, num_rows) + attention
 
     def decode_seconds(self, num_rows: int, context: int) -> float:
         """The seconds of a decode of rows of one length."""
@@ -101,7 +88,7 @@ def roofline(
     return Roofline(
         **products(config, target.chip, **read, num_chips=chips),
         kv_token_bytes=kv_token_bytes,
-        pair_flops=4 * config.num_layers * config.num_heads * config.head_dim / chips,
+        pair_flops=pair_flops(config, chips),
         rounding=rounding,
         data_sheet_bytes_per_s=target.chip.memory_bytes_per_s,
         measured=MEASURED_SHARES.get(target.chip.name, {}),

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from starlette.requests import Request
 
 from batcher.page_store import PageSource
+from batcher.request import MOST_TARGET_MS, Targets
 from server.api.answers.writer import AnswerHead, UsageOptions
-from server.api.record import UNENFORCED, begun, note
+from server.api.record import UNENFORCED, begun, current_record, note
 from server.api.request.prompts import read_bad_words
 from server.api.request.sampling import Sampling, checked_sampling
-from server.api.request.schemas import SamplingFields
+from server.api.request.schemas import LatencyTargets, SamplingFields
 from server.api.served_model import ServedModel
 from server.api.state import ServerState
 from server.engine import wire
@@ -26,6 +27,7 @@ from server.grammar.forms import Grammar
 from server.http.auth import current_client, current_key
 from server.http.request_error import invalid
 from server.logs import ThrottledLog
+from server.settings import FLEX
 from server.text.reasoning import ReasoningReader
 from server.text.stop_strings import StopStrings
 from server.text.stream import NoText, TextStream
@@ -35,6 +37,7 @@ _log = ThrottledLog(logging.getLogger("pallas_serve"))
 
 MAX_ID_CHARS = 200
 TIMEOUT_HEADER = "X-Request-Timeout"
+TARGET_HEADERS = {"itl_ms": "X-SLO-ITL-Ms", "ttft_ms": "X-SLO-TTFT-Ms"}
 MAX_ALLOWED_IDS = 2**20  # the most allowed token ids of all sequences of a request
 LEAST_LEFT_S = 0.001  # the time that is left if the deadline has passed while the prompt was encoded
 
@@ -53,6 +56,8 @@ class GenerationPlan:
     has_own_id: bool  # whether the request has chosen the answer's id
     priority: int
     cache_salt: int
+    targets: Targets | None  # None: the engine's own; with `is_flex` none
+    is_flex: bool
     shows_text: bool = True
     # of the prompt
     prompts: Sequence[list[int]] = ()
@@ -75,6 +80,7 @@ async def check_generation(
     if body.bad_words:
         bad_words = await read_bad_words(model, body.bad_words)
         sampling = replace(sampling, values={**sampling.values, "bad_words": bad_words})
+    targets, is_flex = _targets_of(state, body, request)
     head = AnswerHead(
         id=f"{id_prefix}-{_own_id(body.request_id)}",
         model=model.name,
@@ -100,6 +106,8 @@ async def check_generation(
         has_own_id=body.request_id is not None,
         priority=body.priority or 0,
         cache_salt=cache_salt_of(state, body.cache_salt),
+        targets=targets,
+        is_flex=is_flex,
     )
 
 
@@ -155,6 +163,8 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
                     adapter=plan.model.adapter,
                     model=plan.model.identity,
                     source=source if i == 0 else None,  # the others find what the first one has fetched
+                    targets=plan.targets,
+                    is_flex=plan.is_flex,
                 )
             )
             earlier = text
@@ -223,19 +233,50 @@ def _own_id(id: str | None) -> str:
     return id
 
 
+def _targets_of(state: ServerState, body: SamplingFields, request: Request) -> tuple[Targets | None, bool]:
+    """The targets of the field, of the headers or of the API key, and whether the request is `flex`. Raises RequestError
+    400."""
+    asked = body.slo or LatencyTargets()
+    given: dict[str, float] = {}
+    for name, header in TARGET_HEADERS.items():
+        value = _header_number(request, header, "milliseconds")
+        if value is not None and not 0 < value <= MOST_TARGET_MS:
+            raise invalid(header, f"must be above 0 and at most {MOST_TARGET_MS} milliseconds, got {value:g}")
+        value = getattr(asked, name) if getattr(asked, name) is not None else value
+        given |= {} if value is None else {name: value}
+    if body.service_tier == FLEX:
+        if given:
+            raise invalid("slo", f"a request of the service tier `{FLEX}` has no targets: leave one of them out")
+        return None, True
+    if asked.percentile is not None:
+        if "itl_ms" not in given:
+            raise invalid("slo.percentile", "needs `itl_ms`: it is the share of the times between two tokens")
+        given["percentile"] = asked.percentile / 100
+    if given:
+        return Targets(**given), False
+    record = current_record.get()
+    key = "" if record is None else record.key or ""
+    return state.settings.targets_of_keys.get(key, (None, False))
+
+
 def deadline_of(timeout_s: float | None, request: Request) -> float | None:
     """The earlier deadline of the field and the header, which are in seconds. Raises RequestError 400."""
-    header = request.headers.get(TIMEOUT_HEADER)
+    header = _header_number(request, TIMEOUT_HEADER, "seconds")
     given = {} if timeout_s is None else {"timeout_s": timeout_s}
-    if header is not None:
-        try:
-            given[TIMEOUT_HEADER] = float(header)
-        except ValueError as error:
-            raise invalid(TIMEOUT_HEADER, f"must be a number of seconds, got {header[:40]!r}") from error
+    given |= {} if header is None else {TIMEOUT_HEADER: header}
     for name, value in given.items():
         if not 0 < value <= MOST_SECONDS:
             raise invalid(name, f"must be above 0 and at most {MOST_SECONDS} seconds, got {value:g}")
     return time.monotonic() + min(given.values()) if given else None
+
+
+def _header_number(request: Request, name: str, unit: str) -> float | None:
+    """The number in a header; None: there is no such header. Raises RequestError 400."""
+    text = request.headers.get(name)
+    try:
+        return None if text is None else float(text)
+    except ValueError as error:
+        raise invalid(name, f"must be a number of {unit}, got {text[:40]!r}") from error
 
 
 def _usage_options(state: ServerState, body: SamplingFields) -> UsageOptions:

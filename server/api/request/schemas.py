@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from batcher.request import MAX_LOGPROB_TOKEN_IDS
+from batcher.request import MAX_LOGPROB_TOKEN_IDS, MOST_TARGET_MS
 
 MAX_TOKEN_IDS = 1_000_000  # of a prompt, or of all prompts of a request
 MAX_ITEMS = 2**16  # of a list of messages, or of other objects
@@ -42,6 +42,17 @@ RawTypes = Mapping[str, type[msgspec.Struct]]
 
 class Declared(msgspec.Struct, forbid_unknown_fields=True):
     """Decoding says where a field is that the type does not declare."""
+
+
+TargetMs = Annotated[float, msgspec.Meta(gt=0, le=MOST_TARGET_MS)]
+
+
+class LatencyTargets(Declared):
+    """The latencies that a request wants."""
+
+    itl_ms: TargetMs | None = None  # between two tokens
+    ttft_ms: TargetMs | None = None  # to the first token
+    percentile: Annotated[float, msgspec.Meta(ge=50, lt=100)] | None = None  # of the times between two tokens
 
 
 class Generates(Declared):
@@ -125,6 +136,8 @@ class CommonFields(SamplingParameters, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Priority | None = None
+    service_tier: str | None = None  # `flex`: without targets, in what the others leave; other values have no effect
+    slo: LatencyTargets | None = None
     timeout_s: float | None = None
     cache_salt: str | None = None
     truncation_side: Side | None = None

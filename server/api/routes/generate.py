@@ -29,6 +29,7 @@ from server.api.request.schemas import (
     ChatRequest,
     CompletionRequest,
     Generates,
+    LatencyTargets,
     Priority,
     SamplingFields,
     SamplingParameters,
@@ -69,6 +70,8 @@ class GenerateRequest(Generates, kw_only=True):
     stream_options: StreamOptions | msgspec.UnsetType | None = msgspec.UNSET
     cache_salt: str | None = None
     priority: Priority | None = None
+    service_tier: str | None = None
+    slo: LatencyTargets | None = None
     timeout_s: float | None = None
     return_token_ids: bool | None = None  # those of the prompt
     return_weight_versions: bool | None = None  # without effect: each choice has them

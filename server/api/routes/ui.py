@@ -94,6 +94,8 @@ class Dashboard(Routes):
             "prefix_cache_hits": stats.prefix_cache_hits,
             "draft_tokens": stats.speculation.num_draft_tokens,
             "draft_tokens_accepted": stats.speculation.num_accepted_tokens,
+            "with_targets": sum(stats.by_targets.values()),
+            "within_targets": sum(n for (*_, outcome), n in stats.by_targets.items() if outcome == "within"),
             "max_loras": state.engine.info.max_loras,
             "adapters": {
                 "running": len(stats.running_of_adapters),

@@ -8,7 +8,15 @@ from array import array
 import msgspec
 import pytest
 
-from batcher.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+from batcher.request import (
+    ErrorCode,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Targets,
+    TokenLogprobs,
+)
 from batcher.stats import EngineStats, ModelState
 from server.engine import wire
 from server.engine.process import load_factory
@@ -26,6 +34,7 @@ def test_a_request_arrives_whole():
         priority=-3,
         cache_salt=2**63 - 1,
         deadline_s=1.5,
+        targets=Targets(itl_ms=50.0, percentile=0.95),
     )
     names = [field.name for field in dataclasses.fields(Request)]
     assert list(wire.WireRequest.__struct_fields__) == names  # a field more there must be one more here
@@ -89,6 +98,12 @@ def test_a_grammar_or_an_adapter_that_the_engine_refuses_is_the_clients_fault(co
             wire.Output("a", [], "error", error="late", status=503, expired=True),
         ),
         (
+            RequestOutput(
+                request_id="a", finish_reason=FinishReason.ERROR, error="late", error_code=ErrorCode.LATE, retry_after_s=3
+            ),
+            wire.Output("a", [], "error", error="late", status=429, retry_after_s=3),
+        ),
+        (
             RequestOutput(request_id="a", finish_reason=FinishReason.ERROR, error="x", error_code=ErrorCode.NOT_FINITE),
             wire.Output("a", [], "error", error="x", status=500),
         ),
@@ -105,6 +120,7 @@ def test_statistics_arrive_whole():
         num_steps=3, finished={"stop": 2}, running_of_adapters={2**63 - 1: 4}, models={7: ModelState.HOST}
     )
     stats.queue_time.observe(1.0)
+    stats.by_targets = {(2**62, "50/-", "within"): 2}
     stats.speculation.observe(3, 2)
     assert carried(wire.Stats(stats), wire.Event) == wire.Stats(stats)
 

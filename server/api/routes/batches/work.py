@@ -22,6 +22,7 @@ from server.batches.batch_file import (
 )
 from server.batches.store import BATCH, BatchStore, Fields
 from server.http.body import BodyLimits
+from server.settings import FLEX
 
 PRIORITY = 1_000_000  # after all requests without a higher number
 MAX_LINES = 50_000
@@ -175,7 +176,9 @@ class BatchWork:
             if number in self._answered or line.body is None:
                 continue
             body: dict[str, Any] = {"store": False} if line.url == RESPONSES else {}
-            body |= line.body | {"priority": PRIORITY, "timeout_s": None}  # the batch has a deadline
+            # The batch has a deadline, and its lines have no targets of their own.
+            body |= line.body | dict.fromkeys(line.body.keys() & {"slo"})
+            body |= {"priority": PRIORITY, "timeout_s": None, "service_tier": FLEX}
             raw = json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")
             yield BatchRequest(number, Line(custom_id=line.custom_id, url=line.url), raw)
 

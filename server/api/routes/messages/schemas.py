@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from server.api.request.schemas import ITEMS, STOPS, Budget, Declared, Generates, Priority, RawTypes
+from server.api.request.schemas import ITEMS, STOPS, Budget, Declared, Generates, LatencyTargets, Priority, RawTypes
 
 
 class Source(Declared):
@@ -108,4 +108,6 @@ class MessagesRequest(CountRequest, Generates, kw_only=True):
     cache_salt: str | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
+    service_tier: str | None = None  # as in other routes
+    slo: LatencyTargets | None = None
     timeout_s: float | None = None

@@ -1,0 +1,288 @@
+"""Latency targets: what steps may take, who goes first, and that nobody starves, whatever the table says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batcher.buckets import BucketConfig, BucketLadder
+from batcher.request import ErrorCode, FinishReason, Targets
+from batcher.scheduling.targets import LAST_FIRST, StepPolicy, StepPredictor
+from batcher.step import Bucket, Capacity
+from batcher.step_times import PerTokenEstimate
+from tests.batcher.fake_runner import FakeRunner
+from tests.batcher.harness import Drive, make_capacity, make_request
+from tests.batcher.test_properties import Scenario, play, scenarios
+from tests.examples import examples
+
+TABLE = PerTokenEstimate(0.008, 0.0001)  # 8 ms, and 10 ms for 100 tokens
+ROOMY = make_capacity(num_slots=64, num_pages=4096, page_size=8, max_model_len=2048, max_num_batched_tokens=512)
+SHAPES = {"min_mixed_tokens": 32, "min_decode_rows": 8}
+Cost = Callable[[int, Bucket], float]  # of a step, by its number
+
+
+def table_cost(_: int, bucket: Bucket) -> float:
+    return TABLE.seconds(bucket.num_tokens, bucket.num_rows, kv_tokens=0, pairs=0)
+
+
+def timed(capacity: Capacity = ROOMY, cost: Cost = table_cost, *, buckets: object = SHAPES, **config: object) -> Drive:
+    """An engine whose clock advances by the cost of each step that is read."""
+
+    def on_result(number: int) -> None:
+        drive.clock.now += cost(number, drive.runner.executed[number])
+
+    runner = FakeRunner(capacity, on_result=on_result)
+    drive = Drive(capacity, runner=runner, buckets=buckets, **{"step_estimate": TABLE} | config)
+    return drive
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return [3 + (number * 7 + i) % 90 for i in range(length)]
+
+
+def gaps_ms(drive: Drive, request_id: str, times: dict[str, list[float]]) -> np.ndarray:
+    return 1000 * np.diff(times[request_id])
+
+
+def listen(drive: Drive) -> dict[str, list[float]]:
+    """Request id -> the times of its tokens."""
+    times: dict[str, list[float]] = {}
+    drive.on_output = lambda o: times.setdefault(o.request_id, []).extend([drive.clock.now] * len(o.token_ids))
+    return times
+
+
+# --- the prediction ---
+
+factors = st.floats(0.5, 2.0)
+
+
+@given(st.lists(factors, min_size=1, max_size=6), st.lists(st.booleans(), min_size=60, max_size=60), st.floats(3, 50))
+def test_a_wrong_table_is_right_after_eight_steps_and_slow_steps_do_not_matter(lies, is_slow, slowness):
+    """Each shape is wrong by a factor of its own. One step in eight at most is slow."""
+    predictor = StepPredictor(TABLE)
+    shapes = [(64 << i, 8) for i in range(len(lies))]
+    for number in range(16):
+        for shape, lie in zip(shapes, lies, strict=True):
+            raw, predicted = predictor.raw(*shape, 0, 0), predictor.seconds(*shape, 0, 0)
+            accident = slowness if is_slow[number] and number % 8 == 7 else 1.0
+            predictor.learn(*shape, raw, predicted, raw * lie * accident)
+    for shape, lie in zip(shapes, lies, strict=True):
+        assert predictor.seconds(*shape, 0, 0) == pytest.approx(lie * TABLE.seconds(*shape, kv_tokens=0, pairs=0))
+    assert 1.0 <= predictor.margin <= 1.5
+
+
+@pytest.mark.parametrize("lie", [1 / 50, 0.5, 1.0, 2.0, 50.0])
+def test_a_shape_that_has_not_run_is_predicted_like_the_others(lie):
+    predictor = StepPredictor(TABLE)
+    for _ in range(20):
+        predictor.learn(64, 8, 0.01, predictor.seconds(64, 8, 0, 0), 0.01 * lie)
+    assert predictor.seconds(512, 8, 0, 0) == pytest.approx(lie * TABLE.seconds(512, 8, kv_tokens=0, pairs=0))
+    assert predictor.error(0.5) == pytest.approx(0, abs=1e-9)
+
+
+# --- the tokens of a step ---
+
+LADDER = BucketLadder(BucketConfig(max_num_batched_tokens=512, max_num_seqs=64, min_decode_rows=8, min_mixed_tokens=32))
+
+
+@given(st.integers(0, 63), st.floats(0.005, 0.2))
+def test_prompts_get_the_largest_program_that_keeps_the_strictest_target(num_decodes, target_s):
+    policy = StepPolicy(TABLE, LADDER)
+    mixed = [b for b in LADDER.buckets() if not b.decode_only and b.num_rows > num_decodes]
+    times = {b.num_tokens: policy.predictor.margin * table_cost(0, b) for b in mixed}
+    kept = [tokens for tokens, seconds in times.items() if seconds <= target_s]
+    expected = max(kept, default=num_decodes) if num_decodes else 512
+    assert policy.prompt_tokens(num_decodes, 0, target_s) == expected - num_decodes
+
+
+def test_prompts_get_everything_in_one_step_of_a_hundred_without_time():
+    policy = StepPolicy(TABLE, LADDER)
+    given_tokens = [policy.prompt_tokens(8, 0, 0.009) for _ in range(300)]
+    assert [i for i, tokens in enumerate(given_tokens) if tokens] == [99, 199, 299]
+    assert set(given_tokens) == {0, 504}
+    assert policy.prompt_tokens(8, 0, math.inf) == 504
+
+
+# --- the engine ---
+
+
+@pytest.mark.parametrize("lie", [0.5, 1.0, 2.0])
+def test_chats_keep_their_pace_beside_long_prompts_and_would_not_without_a_target(lie):
+    """Steps of 512 tokens take 59 ms, twice as long with a lie of two."""
+    target_ms, late = 40 * lie, {}
+    for targets in (None, Targets(itl_ms=target_ms)):
+        drive = timed(cost=lambda number, bucket: lie * table_cost(number, bucket), targets=targets)
+        times = listen(drive)
+        for i in range(8):
+            drive.add(make_request(f"chat {i}", prompt(i, 10), max_tokens=400, ignore_eos=True))
+        for _ in range(60):
+            drive.step()
+        for i in range(8):
+            drive.add(make_request(f"long {i}", prompt(i, 1800), max_tokens=2, ignore_eos=True))
+        drive.finish()
+        gaps = np.concatenate([gaps_ms(drive, f"chat {i}", times) for i in range(8)])
+        late[targets] = float((gaps > target_ms).mean())
+    assert late[targets] <= 0.01 < late[None]
+
+
+def test_the_prompt_that_must_start_first_goes_first_and_late_ones_go_last():
+    drive = timed(make_capacity(num_slots=1, num_pages=4096, max_model_len=512, max_num_batched_tokens=64))
+    first = []
+    drive.on_output = lambda output: first.append(output.request_id) if output.token_ids else None
+    drive.add(make_request("running", prompt(0, 20), max_tokens=20, ignore_eos=True, targets=Targets(ttft_ms=1e6)))
+    drive.step()
+    targets = {"flex": None, "loose": 9_000, "tight": 2_000, "long and loose": 9_000.001, "hopeless": 0.5}
+    for i, (name, ttft_ms) in enumerate(targets.items(), 1):
+        own = None if ttft_ms is None else Targets(ttft_ms=ttft_ms)
+        length = 400 if "long" in name else 20
+        drive.add(make_request(name, prompt(i, length), max_tokens=1, targets=own, is_flex=ttft_ms is None))
+    drive.finish()
+    order = [name for name in dict.fromkeys(first) if name in targets]
+    assert [name for name in order if name not in ("flex", "hopeless")] == ["tight", "long and loose", "loose"]
+    drive.check_outputs()
+
+
+def test_flex_gives_its_rows_and_keeps_an_eighth_of_them():
+    drive = timed(replace(ROOMY, num_slots=16))
+    for i in range(16):
+        drive.add(make_request(f"flex {i}", prompt(i, 9), max_tokens=300, ignore_eos=True, is_flex=True))
+    for _ in range(5):
+        drive.step()
+    assert len(drive.scheduler.running) == 16
+    for i in range(40):
+        own = Targets(itl_ms=1000, ttft_ms=100_000)
+        drive.add(make_request(f"chat {i}", prompt(i, 11), max_tokens=200, ignore_eos=True, targets=own))
+    for _ in range(60):
+        drive.step()
+    assert sum(seq.is_last for seq in drive.scheduler.running) == 2
+    drive.finish()
+    drive.check_outputs()
+
+
+def test_chunks_of_flex_go_first_in_every_eighth_step():
+    drive = timed(targets=Targets(ttft_ms=1e6))
+    drive.add(make_request("flex", prompt(50, 2000), max_tokens=1, is_flex=True))
+    for i in range(64 * 4):
+        drive.add(make_request(f"chat {i}", prompt(i, 1000), max_tokens=1))
+    while not drive.heard["flex"].outputs:
+        drive.step()
+    assert drive.num_steps <= LAST_FIRST * (2 + 2000 // 512)
+
+
+def test_a_late_request_is_refused_or_served_last():
+    for refuses in (False, True):
+        drive = timed(replace(ROOMY, num_slots=8), targets=Targets(itl_ms=50, ttft_ms=200), refuses_late=refuses)
+        for i in range(120):
+            drive.add(make_request(f"{i}", prompt(i, 200), max_tokens=30, ignore_eos=True))
+        drive.finish()
+        ends = [heard.last for heard in drive.heard.values()]
+        refused = [end for end in ends if end.finish_reason is FinishReason.ERROR]
+        counts = {outcome: n for (_, _, outcome), n in drive.engine.stats().by_targets.items()}
+        assert counts["within"] >= 8
+        assert sum(counts.values()) == 120
+        assert counts.get("refused", 0) == len(refused)
+        assert bool(refused) == refuses
+        assert all(end.error_code is ErrorCode.LATE and end.retry_after_s >= 1 for end in refused)
+        if refuses:
+            assert counts.get("missed", 0) < len(refused)
+
+
+def test_a_target_that_nobody_can_keep_is_missed_and_stops_no_one():
+    drive = timed()
+    drive.add(make_request("hasty", prompt(1, 10), max_tokens=200, ignore_eos=True, targets=Targets(itl_ms=1)))
+    for _ in range(4):
+        drive.step()
+    for i in range(8):
+        drive.add(make_request(f"other {i}", prompt(i, 500), max_tokens=1))
+    for _ in range(12):
+        drive.step()
+    assert all(drive.heard[f"other {i}"].outputs for i in range(8))
+    drive.finish()
+    assert drive.engine.stats().by_targets == {(0, "1/-", "missed"): 1}
+
+
+def test_a_stricter_key_takes_no_more_than_its_share_of_the_rows():
+    drive = timed(replace(ROOMY, num_slots=16))
+    for client, own in ((1, Targets(itl_ms=30, ttft_ms=1e6)), (2, Targets(itl_ms=300, ttft_ms=1e6))):
+        for i in range(60):
+            name = f"{client} {i}"
+            drive.add(make_request(name, prompt(i, 40), max_tokens=60, ignore_eos=True, client=client, targets=own))
+    shares = []
+    for _ in range(250):
+        drive.step()
+        shares.append(sum(seq.request.client == 2 for seq in drive.scheduler.running) / 16)
+    assert np.mean(shares[20:]) > 0.45
+    drive.finish()
+
+
+def test_drafts_are_dropped_where_they_would_break_the_target():
+    """The program with 3 drafts of 8 rows takes 11.2 ms, and that without takes 8.8."""
+    for target_ms, expected in ((30, True), (10, False)):
+        capacity = replace(ROOMY, keeps_text=True)
+        runner = FakeRunner(capacity, propose=lambda _, coming: coming)
+        buckets = SHAPES | {"num_drafts": 3, "max_draft_rows": 8, "min_mixed_tokens": 8}
+        drive = Drive(capacity, runner=runner, buckets=buckets, step_estimate=TABLE, targets=Targets(itl_ms=target_ms))
+        for i in range(8):
+            drive.add(make_request(f"{i}", prompt(i, 5), max_tokens=30, ignore_eos=True))
+        drive.finish()
+        assert any(bucket.num_drafts for bucket in runner.executed) == expected
+
+
+def test_without_targets_there_is_no_policy():
+    drive = timed()
+    for i in range(9):
+        drive.add(make_request(f"{i}", prompt(i, 40), is_flex=i % 3 == 0))
+    drive.finish()
+    assert drive.scheduler.policy is None
+    assert drive.engine.stats().prediction_error == {}
+
+
+# --- whatever arrives ---
+
+targets = st.none() | st.builds(
+    Targets,
+    itl_ms=st.none() | st.floats(0.5, 100),
+    ttft_ms=st.none() | st.floats(0.5, 1000),
+    percentile=st.sampled_from([0.5, 0.9, 0.99]),
+)
+
+
+@settings(max_examples=examples(150))
+@given(scenarios(), st.data())
+def test_nobody_starves_whatever_arrives_with_whatever_targets(scenario: Scenario, data: st.DataObject):
+    """The table is wrong by up to two either way for each shape, and some steps are slow without a warning."""
+    lies = data.draw(st.lists(factors, min_size=16, max_size=16))
+    slow = data.draw(st.sets(st.integers(0, 60)))
+    arrivals = []
+    for arrival in scenario.arrivals:
+        is_flex = data.draw(st.sampled_from([False, False, False, True]))
+        own = None if is_flex else data.draw(targets)
+        arrivals.append(replace(arrival, request=replace(arrival.request, targets=own, is_flex=is_flex)))
+    scenario = replace(scenario, arrivals=tuple(arrivals))
+    refuses = data.draw(st.booleans())
+
+    def cost(number: int, bucket: Bucket) -> float:
+        return table_cost(number, bucket) * lies[bucket.num_tokens % 16] * (20 if number in slow else 1)
+
+    drive = timed(
+        scenario.capacity,
+        cost,
+        buckets={},
+        targets=data.draw(targets),
+        refuses_late=refuses,
+        long_prompts=scenario.long_prompts,
+        even_context=scenario.even_context,
+        prefix_caching=scenario.prefix_caching,
+        pipeline_depth=scenario.pipeline_depth,
+    )
+    play(scenario, drive)
+    drive.check_outputs()
+    for heard in drive.heard.values():
+        if heard.finish_reason is FinishReason.ERROR:
+            assert refuses and heard.last.error_code is ErrorCode.LATE
