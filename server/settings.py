@@ -253,8 +253,9 @@ class Settings:
         nargs="+", metavar="NAME",
     )  # fmt: skip
     api_key_targets: Sequence[str] = _of_access(
-        (), "Latency targets of an API key's requests, as milliseconds between two tokens and to the first one, such as "
-        "`chat=50/500`. `-` is none, and `jobs=flex` is served in what the others leave", nargs="+", metavar="NAME=ITL/TTFT",
+        (), "Latency targets of an API key's requests, as milliseconds between two tokens and to the first one, such "
+        "as `chat=50/500`. `-` is none, and `jobs=flex` is served in what the others leave", nargs="+",
+        metavar="NAME=ITL/TTFT",
     )  # fmt: skip
     api_key_all_routes: bool = _of_access(False, "Probes, /metrics and /docs need a key, too")
     max_concurrent_per_key: int | None = _of_access(
@@ -353,8 +354,8 @@ def _targets_of_key(text: str) -> tuple[str, tuple[Targets | None, bool]]:
         itl, ttft = (None if part == "-" else float(part) for part in value.split("/"))
     except ValueError:
         raise ValueError(f"{_KEY_TARGETS} {text!r}: it is NAME=ITL/TTFT, such as chat=50/500, or NAME={FLEX}") from None
-    for number in (itl, ttft):
-        if number is not None and not 0 < number <= MOST_TARGET_MS:
+    for target in (itl, ttft):
+        if target is not None and not 0 < target <= MOST_TARGET_MS:
             raise ValueError(f"{_KEY_TARGETS} {text!r}: a target is above 0 and at most {MOST_TARGET_MS} milliseconds")
     return name, (Targets(itl_ms=itl, ttft_ms=ttft), False)
 

@@ -71,8 +71,8 @@ class _Client:
 
 @dataclass(eq=False, slots=True)
 class _Level:
-    """The clients of one level. `order` has the clients with waiting requests: sorted (rows held, first request's order,
-    client)."""
+    """The clients of one level. `order` has the clients with waiting requests: sorted (rows held, first request's
+    order, client)."""
 
     clients: defaultdict[int, _Client] = field(default_factory=lambda: defaultdict(_Client))
     order: list[tuple[int, tuple[float, int], _Client]] = field(default_factory=list)

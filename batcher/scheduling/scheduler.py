@@ -23,8 +23,9 @@ admission, arrival rank), lowest first. Preemption changes neither priority nor 
    prompt is skipped while the allowed number of long prompts run (`long_prompts.py`). It keeps its place. The budget
    may be an estimated time; a token then costs more if its context is longer (`step_budget.py`).
 7. The last chunk is shortened to the next smaller bucket if this saves more padding than its rest costs later.
-8. If the first request in the queue finds no room or no time, and `fair_queue.py` names a running request of a client or a group
-   that holds more rows, that request is preempted. Its full pages stay in the prefix cache, so little is recomputed.
+8. If the first request in the queue finds no room or no time, and `fair_queue.py` names a running request of a client
+   or a group that holds more rows, that request is preempted. Its full pages stay in the prefix cache, so little is
+   recomputed.
 9. In a step without prompts, a row may have drafts (`speculation.py`). The request's limit and the available pages
    bound their number.
 10. A request whose LoRA adapter waits for an adapter slot is skipped. It keeps its place. `adapter_slots.py` limits how
@@ -144,8 +145,6 @@ class Scheduler(RequestQueues):
     def schedule(self) -> StepPlan | None:
         """The plan of the next step, or None if nothing can run now."""
         self._outlook = None
-        if self.policy is not None:
-            self._strictest_s = self.policy.strictest(self.columns.limit_s)
         if self.offloaded is not None:
             self.offloaded.save_ahead()
         self._exchange_rows()
@@ -257,6 +256,7 @@ class Scheduler(RequestQueues):
         if self.policy is not None or last_first:
             started.sort(key=lambda seq: self._turn(seq, last_first=last_first))
         if self.policy is not None and (started or self.waiting):
+            self._strictest_s = self.policy.strictest(self.columns.limit_s)
             most = self.policy.prompt_tokens(num_rows, self.kv_tokens, self._strictest_s)
             if most < budget:
                 limit, budget, time_left = self.policy.budget, most, most
@@ -439,9 +439,10 @@ class Scheduler(RequestQueues):
 
     def _keeps_targets(self, bucket: Bucket) -> bool:
         """Whether a step of decodes with this bucket keeps the strictest target."""
-        if self.policy is None or self._strictest_s == math.inf:
+        if self.policy is None:
             return True
-        return self.policy.has_time(bucket.num_tokens, bucket.num_rows, self.kv_tokens, self._strictest_s)
+        strictest_s = self.policy.strictest(self.columns.limit_s)
+        return self.policy.has_time(bucket.num_tokens, bucket.num_rows, self.kv_tokens, strictest_s)
 
     def _fit(self, seq: RequestState, most: int, grown: list[tuple[RequestState, int]]) -> int:
         """The number of tokens that a row computes, at most `most`. They are within the request's limit, and within

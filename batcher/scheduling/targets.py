@@ -14,8 +14,8 @@ A request may have a target for the time to its first token (TTFT) and one for e
 3. A request that cannot keep its TTFT any more is late. Late and `flex` requests go after all others of their priority,
    limit no step, and give their rows to others while they hold more than an eighth of all rows. In every
    `LAST_FIRST`-th step they go first, with their rows and their chunks, so the others cannot starve them.
-4. A row is admitted if the decode step with it keeps the strictest target, its own included, with the margin. If its own
-   TTFT would be missed otherwise, the margin is not added. A row is always admitted if no other one runs.
+4. A row is admitted if the decode step with it keeps the strictest target, its own included, with the margin. If its
+   own TTFT would be missed otherwise, the margin is not added. A row is always admitted if no other one runs.
 5. The wait in the queue is forecast from the prompt tokens before a request and from those that were admitted per
    second while requests waited.
 
@@ -224,8 +224,8 @@ class StepPolicy:
         return arrived_s + (_USUAL_TTFT_S if ttft_s is None else ttft_s - alone_s)
 
     def slack_s(self, seq: RequestState, num_left: int, begun: Iterable[RequestState], now: float) -> float:
-        """The time between a request's first token and its target, if its prompt starts in the step that is planned now.
-        Below 0, it would be late.
+        """The time between a request's first token and its target, if its prompt starts in the step that is planned
+        now. Below 0, it would be late.
 
         Args:
             num_left: tokens of its prompt to compute.

@@ -138,8 +138,8 @@ def choose_limits(
             f"for {trained}. More chips, --kv-cache-dtype or --quantization leave room for more"
         )
     if platform != "cpu" and settings.target_itl is not None and settings.max_num_seqs is None:
-        buckets, estimate = bucket_config(settings, platform, num_chips), step_estimate(settings, platform, weights, num_chips)
-        settings = _with_ceiling(settings, buckets, estimate, report)
+        estimate = step_estimate(settings, platform, weights, num_chips)
+        settings = _with_ceiling(settings, bucket_config(settings, platform, num_chips), estimate, report)
         on_chips.cache_clear()
     chips = on_chips(num_chips, context)
     if settings.has_models:
@@ -171,8 +171,8 @@ def step_estimate(settings: EngineSettings, platform: str, weights: ChosenWeight
 def _with_ceiling(
     settings: EngineSettings, buckets: BucketConfig, estimate: StepEstimate, report: Callable[[str], None]
 ) -> EngineSettings:
-    """The settings with the most rows whose decode keeps --target-itl by the estimate. Fewer may run at once: every step
-    is measured, and a row that would break a target waits."""
+    """The settings with the most rows whose decode keeps --target-itl by the estimate. Fewer may run at once, because
+    steps are measured and a row that would break a target waits."""
     target_ms = settings.target_itl
     assert target_ms is not None
     rungs = sorted(bucket.num_rows for bucket in BucketLadder(buckets).buckets() if bucket.decode_only)

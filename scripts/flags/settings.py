@@ -115,8 +115,8 @@ class EngineSettings:
         choices=("tokens", "time"), metavar="KIND",
     )  # fmt: skip
     target_itl: float | None = _of_batching(
-        None, "Milliseconds between two tokens that every request is to keep. Steps then give prompts as many tokens as "
-        "this leaves time for", metavar="MS", above=0, most=MOST_TARGET_MS,
+        None, "Milliseconds between two tokens that every request is to keep. Steps then give prompts as many tokens "
+        "as this leaves time for", metavar="MS", above=0, most=MOST_TARGET_MS,
     )  # fmt: skip
     target_ttft: float | None = _of_batching(
         None, "Milliseconds to the first token. The prompt that must start first goes first", metavar="MS", above=0,

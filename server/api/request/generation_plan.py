@@ -234,8 +234,8 @@ def _own_id(id: str | None) -> str:
 
 
 def _targets_of(state: ServerState, body: SamplingFields, request: Request) -> tuple[Targets | None, bool]:
-    """The targets of the field, of the headers or of the API key, and whether the request is `flex`. Raises RequestError
-    400."""
+    """The targets of the field, of the headers or of the API key, and whether the request is `flex`. Raises
+    RequestError 400."""
     asked = body.slo or LatencyTargets()
     given: dict[str, float] = {}
     for name, header in TARGET_HEADERS.items():

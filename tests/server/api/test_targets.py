@@ -54,7 +54,7 @@ def test_targets_reach_the_engine(path, fields, headers, expected):
     [
         ({"slo": {"itl_ms": 0}}, {}, "slo.itl_ms"),
         ({"slo": {"ttft_ms": 1e8}}, {}, "slo.ttft_ms"),
-        ({"slo": {"itl_ms": "50"}}, {}, "slo.itl_ms"),
+        ({"slo": {"itl_ms": "soon"}}, {}, "slo.itl_ms"),
         ({"slo": {"itl_ms": 50, "percentile": 100}}, {}, "slo.percentile"),
         ({"slo": {"percentile": 95}}, {}, "slo.percentile"),
         ({"slo": {"itl_ms": 50}, "service_tier": "flex"}, {}, "slo"),

@@ -99,7 +99,11 @@ def test_a_grammar_or_an_adapter_that_the_engine_refuses_is_the_clients_fault(co
         ),
         (
             RequestOutput(
-                request_id="a", finish_reason=FinishReason.ERROR, error="late", error_code=ErrorCode.LATE, retry_after_s=3
+                request_id="a",
+                finish_reason=FinishReason.ERROR,
+                error="late",
+                error_code=ErrorCode.LATE,
+                retry_after_s=3,
             ),
             wire.Output("a", [], "error", error="late", status=429, retry_after_s=3),
         ),
