@@ -252,14 +252,17 @@ class Scheduler(RequestQueues):
         for adapter in self.adapters.to_look_at_again():
             self.waiting.put_back(adapter)
         limit, time_left = self.step_budget, self.step_budget.time - (self.token_budget - budget)
+        most_time = self._time_of_a_chunk
         last_first = (self.last_step + 1) % LAST_FIRST == 0
         if self.policy is not None or last_first:
             started.sort(key=lambda seq: self._turn(seq, last_first=last_first))
         if self.policy is not None and (started or self.waiting):
             self._strictest_s = self.policy.strictest(self.columns.limit_s)
-            most = self.policy.prompt_tokens(num_rows, self.kv_tokens, self._strictest_s)
-            if most < budget:
-                limit, budget, time_left = self.policy.budget, most, most
+            past = started[0].num_computed if started else 0
+            most = self.policy.prompt_tokens(num_rows, self.kv_tokens, self._strictest_s, past)
+            if num_rows and self._strictest_s < math.inf:
+                limit, budget = self.policy.budget, most
+                time_left = most_time = limit.cost(past, most)
             if not budget and (head := self.waiting.first()) is not None:
                 self._without_room, self._lacks_time = head, True
         begun = [*started]  # and those that are admitted below
@@ -299,7 +302,7 @@ class Scheduler(RequestQueues):
             else:
                 started.pop(0)
             most = min(self.long_prompts.chunk(len(seq.to_compute) - seq.num_computed), budget)
-            count = limit.fitting(seq.num_computed, most, min(time_left, self._time_of_a_chunk))
+            count = limit.fitting(seq.num_computed, most, min(time_left, most_time))
             if count == 0:
                 if chunks:
                     break

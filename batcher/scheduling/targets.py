@@ -176,27 +176,30 @@ class StepPolicy:
         """The strictest of these ITL targets, f64[n], that can be kept beside others; infinity if there is none."""
         return float(itl_s.min(initial=math.inf, where=itl_s >= self.predictor.seconds(*self._smallest, 0, 0)))
 
-    def prompt_tokens(self, num_decodes: int, kv_tokens: int, strictest_s: float) -> int:
+    def prompt_tokens(self, num_decodes: int, kv_tokens: int, strictest_s: float, past: int = 0) -> int:
         """The tokens that prompts may have in the next step, where some could use them.
 
         Args:
             num_decodes: rows that decode in the step.
             kv_tokens: tokens whose K/V are read, of all running requests.
+            past: tokens before the chunk of the first prompt. All prompts together may take the time that their attention
+                would take behind so many.
         """
         self._num_decodes, self._kv_tokens = num_decodes, kv_tokens
-        self.slack_tokens = self._fitting(num_decodes, kv_tokens, strictest_s)
+        self.slack_tokens = self._fitting(num_decodes, kv_tokens, strictest_s, past)
         self._num_without = 0 if self.slack_tokens else self._num_without + 1
         return self.slack_tokens
 
-    def _fitting(self, num_decodes: int, kv_tokens: int, strictest_s: float) -> int:
+    def _fitting(self, num_decodes: int, kv_tokens: int, strictest_s: float, past: int) -> int:
         notices = num_decodes > 0 and strictest_s < math.inf and self._num_without < self._patience
         for tokens, row_rungs in self._mixed.items():
             if num_decodes >= row_rungs[-1]:
                 break
             rows = row_rungs[bisect_left(row_rungs, num_decodes + 1)]
-            self.step_s = self.predictor.seconds(tokens, rows, kv_tokens, kv_tokens)
+            count = min(tokens, self._token_budget) - num_decodes
+            self.step_s = self.predictor.seconds(tokens, rows, kv_tokens, kv_tokens + (past + count / 2) * count)
             if not notices or self.step_s * self.predictor.margin <= strictest_s:
-                return min(tokens, self._token_budget) - num_decodes
+                return count
         return 0
 
     def has_time(self, num_tokens: int, num_rows: int, kv_tokens: int, strictest_s: float) -> bool:

@@ -273,8 +273,10 @@ def deadline_of(timeout_s: float | None, request: Request) -> float | None:
 def _header_number(request: Request, name: str, unit: str) -> float | None:
     """The number in a header; None: there is no such header. Raises RequestError 400."""
     text = request.headers.get(name)
+    if text is None:
+        return None
     try:
-        return None if text is None else float(text)
+        return float(text)
     except ValueError as error:
         raise invalid(name, f"must be a number of {unit}, got {text[:40]!r}") from error
 
