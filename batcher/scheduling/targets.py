@@ -182,8 +182,8 @@ class StepPolicy:
         Args:
             num_decodes: rows that decode in the step.
             kv_tokens: tokens whose K/V are read, of all running requests.
-            past: tokens before the chunk of the first prompt. All prompts together may take the time that their attention
-                would take behind so many.
+            past: tokens before the chunk of the first prompt. All prompts together may take the time that their
+                attention would take behind so many.
         """
         self._num_decodes, self._kv_tokens = num_decodes, kv_tokens
         self.slack_tokens = self._fitting(num_decodes, kv_tokens, strictest_s, past)
