@@ -137,9 +137,14 @@ def choose_limits(
             f"  context           {context} tokens, the longest for which the memory has room; the model was trained "
             f"for {trained}. More chips, --kv-cache-dtype or --quantization leave room for more"
         )
-    if platform != "cpu" and settings.target_itl is not None and settings.max_num_seqs is None:
+    if settings.targets is not None:
         estimate = step_estimate(settings, platform, weights, num_chips)
-        settings = _with_ceiling(settings, bucket_config(settings, platform, num_chips), estimate, report)
+        settings, why = with_ceiling(settings, platform, bucket_config(settings, platform, num_chips), estimate)
+        buckets = bucket_config(settings, platform, num_chips)
+        report(f"  targets           {settings.targets} ms between tokens and to the first one, with at most")
+        report(
+            f"                    {buckets.max_num_seqs} rows ({why}), {buckets.max_num_batched_tokens} tokens a step"
+        )
         on_chips.cache_clear()
     chips = on_chips(num_chips, context)
     if settings.has_models:
@@ -168,21 +173,20 @@ def step_estimate(settings: EngineSettings, platform: str, weights: ChosenWeight
     return choose_step_estimate(weights.config, platform, weight_bits=bits, kv_bits=kv_bits, num_chips=num_chips)
 
 
-def _with_ceiling(
-    settings: EngineSettings, buckets: BucketConfig, estimate: StepEstimate, report: Callable[[str], None]
-) -> EngineSettings:
-    """The settings with the most rows whose decode keeps --target-itl by the estimate. Fewer may run at once, because
-    steps are measured and a row that would break a target waits."""
+def with_ceiling(
+    settings: EngineSettings, platform: str, buckets: BucketConfig, estimate: StepEstimate
+) -> tuple[EngineSettings, str]:
+    """The settings with the most rows whose decode keeps --target-itl, and why. Fewer may run at once, because steps
+    are measured and a row that would break a target waits."""
     target_ms = settings.target_itl
-    assert target_ms is not None
+    if settings.max_num_seqs is not None:
+        return settings, "--max-num-seqs"
+    if target_ms is None or platform == "cpu":  # the estimate of a CPU is not good enough before it has run steps
+        return settings, "the default"
     rungs = sorted(bucket.num_rows for bucket in BucketLadder(buckets).buckets() if bucket.decode_only)
     times_ms = {rows: 1000 * estimate.seconds(rows, rows, kv_tokens=0, pairs=0) for rows in rungs}
     kept = max((rows for rows in rungs if times_ms[rows] <= target_ms), default=rungs[0])
-    report(
-        f"  ceilings          {kept} rows, whose decode takes {times_ms[kept]:.1f} of --target-itl {target_ms:g} ms "
-        f"without attention; {buckets.max_num_batched_tokens} tokens"
-    )
-    return replace(settings, max_num_seqs=kept)
+    return replace(settings, max_num_seqs=kept), f"their decode takes {times_ms[kept]:.1f} ms without attention"
 
 
 def bucket_config(settings: EngineSettings, platform: str, num_chips: int) -> BucketConfig:

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
+from batcher.request import Targets
+from batcher.step_times import PerTokenEstimate
 from model.loading import hub
 from model.loading.source import resolve
 from scripts import launch
-from scripts.building.limits import long_prompts
+from scripts.building.limits import bucket_config, long_prompts, with_ceiling
 from scripts.flags.lora import LoraModule, NamedModel
 from scripts.flags.serve import api_keys, tls_files
 from scripts.flags.settings import EngineSettings, add_engine_flags
@@ -564,3 +566,28 @@ def test_how_long_prompts_share_the_steps():
     for refused in ((threshold, "-1"), (most, "0")):
         with pytest.raises(ValueError, match=r"--long-prefill-token-threshold|--max-num-partial-prefills"):
             shared(*refused)
+
+
+@pytest.mark.parametrize(
+    ("flags", "platform", "rows", "why"),
+    [
+        ({"target_itl": 10}, "gpu", 16, "their decode takes 9.6 ms"),  # 8 ms, and a tenth for each row
+        ({"target_itl": 50}, "gpu", 256, "their decode takes 33.6 ms"),
+        ({"target_itl": 1}, "tpu", 8, "their decode takes 8.8 ms"),
+        ({"target_ttft": 10}, "gpu", None, "the default"),
+        ({"target_itl": 10}, "cpu", None, "the default"),
+        ({"target_itl": 10, "max_num_seqs": 100}, "gpu", 100, "--max-num-seqs"),
+    ],
+)
+def test_the_most_rows_are_those_whose_decode_keeps_the_target(flags, platform, rows, why):
+    settings = EngineSettings(**flags)
+    buckets = bucket_config(settings, platform, 4)
+    found, reason = with_ceiling(settings, platform, buckets, PerTokenEstimate(0.008, 1e-4))
+    assert found.max_num_seqs == rows
+    assert reason.startswith(why)
+
+
+def test_targets_are_in_milliseconds_and_a_percentage():
+    settings = EngineSettings.from_namespace(parse("--target-itl", "50", "--target-percentile", "95"))
+    assert settings.targets == Targets(itl_ms=50, percentile=0.95)
+    assert EngineSettings.from_namespace(parse()).targets is None
