@@ -67,7 +67,7 @@ SHAPES = {
     "rows of padding": Shape(rows=((1, 5),), heads=(8, 1, 128), page_size=16, padding_rows=3, padding_tokens=3),
     "an empty step": Shape(rows=(), padding_rows=2, padding_tokens=16, spec_decode=True),
     "drafts": Shape(rows=((4, 70), (1, 20), (3, 3)), heads=(4, 1, 64), spec_decode=True),
-    "several tiles": Shape(rows=((1, 40), (70, 330), (30, 30)), heads=(4, 2, 64)),  # of several blocks, also whole ones
+    "several tiles": Shape(rows=((1, 700), (1, 40), (70, 330), (30, 30)), heads=(4, 2, 64)),  # and several items
     "several tiles, fp8": Shape(rows=((1, 200), (40, 330)), heads=(4, 1, 128), kv_dtype="float8_e4m3fn"),
     "twelve heads in a group": Shape(rows=((1, 40), (9, 75)), heads=(12, 1, 64), page_size=32),
     "wide heads": Shape(rows=((1, 130), (17, 140)), heads=(4, 2, 128), page_size=128),
