@@ -94,7 +94,7 @@ class RunnersModels:
         copied = jax.block_until_ready(copy.on_devices())
         speed = copied.nbytes / (time.perf_counter() - began)
         copied.delete()
-        return f"{size / speed:.2f} s: {size / GIB:.2f} GiB at {speed / GIB:.1f} GiB/s, which a copy has reached"
+        return f"{size / speed:.2f} s: {size / GIB:.2f} GiB at {speed / GIB:.3g} GiB/s, which a copy has reached"
 
     def load(self, path: str) -> int:
         """Checks the model at `path`, whose weights are read when it first runs. Returns its identity.

@@ -36,7 +36,7 @@ from scripts.flags.errors import add_debug_flag, run_command
 from scripts.lab.load.arrivals import arrival_times, at_rate
 from scripts.lab.load.lengths import Trace
 from scripts.lab.load.presets import TRAFFIC
-from scripts.lab.planning.fleets import COLUMNS, Targets, compare_ways, planned, ways
+from scripts.lab.planning.fleets import COLUMNS, SPLITS, WAYS, Targets, compare_ways, planned, ways
 from scripts.lab.planning.target import parse_target
 from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, WithAttention, simulate
 from scripts.lab.simulation.policies import AdmitIfFree, Clairvoyant
@@ -208,9 +208,11 @@ def compare_fleets(args: argparse.Namespace) -> None:
     for name in args.targets:
         target = parse_target(name)
         plan = partial(planned, target, ["--max-model-len", str(CONTEXT), *args.flags], args.models)
-        found = list(ways(plan, args.models, target.num_devices or 1, args.resident))
+        found = [
+            way for way in ways(plan, args.models, target.num_devices or 1, args.resident) if way.kind in args.ways
+        ]
         limits = Targets(ttft_s=args.ttft, tpot_s=args.tpot, share=args.share)
-        compare_ways(table, name, found, arriving, args.models, limits)
+        compare_ways(table, name, found, arriving, args.models, limits, args.splits)
 
 
 def compare_policies(args: argparse.Namespace) -> None:
@@ -259,6 +261,8 @@ def main(argv: list[str] | None = None) -> int:
         "--resident", type=int, nargs="+", action=EachCounts, default=[0], metavar="N",
         help="models on the device of one engine (default: 0, as many as an engine chooses)",
     )  # fmt: skip
+    p.add_argument("--ways", nargs="+", action=EachCounts, choices=WAYS, default=WAYS, help="default: all")
+    p.add_argument("--splits", nargs="+", action=EachCounts, choices=[*SPLITS], default=[*SPLITS], help="default: all")
     p.add_argument("--seconds", type=float, default=120.0, metavar="S", help="of arrivals at a rate (default: 120)")
     p.add_argument("--ttft", type=float, default=2.0, metavar="S", help="a request's limit (default: 2)")
     p.add_argument("--tpot", type=float, default=0.1, metavar="S", help="a request's limit (default: 0.1)")

@@ -18,6 +18,7 @@ from scripts.lab.simulation.machine import SimulatedRequest
 from scripts.lab.simulation.models import Fleet, among, apart, asleep, together
 from scripts.lab.tables import Table
 
+WAYS = TOGETHER, ASLEEP, APART = "together", "asleep", "apart"
 SPLITS = {"evenly": 0.0, "Zipf": 1.1}  # how requests name the models -> the exponent of their shares
 TURNS_S = (0.0, 8.0)  # of processes that sleep: the better one counts
 START_RATE = 0.5  # requests per second and chip of the first trial
@@ -41,6 +42,7 @@ class Targets:
 class Way:
     """A way to serve the models. `runs` are variants, of which the first that is good enough counts, or the best."""
 
+    kind: str  # of WAYS
     name: str
     num_chips: int
     runs: Sequence[Callable[[Sequence[SimulatedRequest]], Fleet]]
@@ -93,13 +95,15 @@ def ways(
         if here not in tried:
             tried.add(here)
             name = f"one engine, {min(here, num_models)} of {num_models} on the device"
-            yield Way(name=name, num_chips=num_chips, runs=[partial(together, machine=candidate.machine)])
+            yield Way(
+                kind=TOGETHER, name=name, num_chips=num_chips, runs=[partial(together, machine=candidate.machine)]
+            )
     alone = plan(num_chips, None)
     sleeping = partial(asleep, machine=alone.machine, num_models=num_models, wake_s=alone.sizes.bring_s)
     runs = [partial(sleeping, turn_s=turn_s) for turn_s in TURNS_S]
-    yield Way(name=f"{num_models} processes that sleep", num_chips=num_chips, runs=runs)
+    yield Way(kind=ASLEEP, name=f"{num_models} processes that sleep", num_chips=num_chips, runs=runs)
     own = partial(apart, machine=plan(1, None).machine, num_models=num_models)
-    yield Way(name=f"{num_models} chips", num_chips=num_models, runs=[own])
+    yield Way(kind=APART, name=f"{num_models} chips", num_chips=num_models, runs=[own])
 
 
 def compare_ways(
@@ -109,16 +113,17 @@ def compare_ways(
     arriving: Callable[[float], Sequence[SimulatedRequest]],
     num_models: int,
     targets: Targets,
+    splits: Sequence[str],
 ) -> None:
-    """Adds a row for each split and way.
+    """Adds a row for each of these SPLITS and each way.
 
     Args:
         table: it has `COLUMNS`.
         arriving: gives the requests at a rate per second.
     """
-    for split, zipf in SPLITS.items():
+    for split in splits:
 
-        def named(rate: float, zipf: float = zipf) -> list[SimulatedRequest]:
+        def named(rate: float, zipf: float = SPLITS[split]) -> list[SimulatedRequest]:
             return among(arriving(rate), num_models, zipf=zipf)
 
         for way in found:

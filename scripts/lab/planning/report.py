@@ -45,7 +45,7 @@ def memory_lines(sizes: Sizes, memory: MemoryPlan, account: Account | None, unco
         (by, kv, memory.kv_bytes),
         (by, step, needs.temporaries),
         (COUNTED, f"state of {memory.buckets.max_num_seqs} request slots", needs.state - memory.others),
-        *([(COUNTED, f"weights of {memory.max_models - 1} other models", memory.others)] if memory.others else []),
+        *([(COUNTED, f"weights of other models ({memory.max_models - 1})", memory.others)] if memory.others else []),
         (by, "of each chip", memory.total),
     ]
     for mark, name, size in parts:
