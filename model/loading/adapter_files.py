@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from model.config import LlamaConfig
 from model.inputs.limits import MAX_JSON_BYTES, MAX_VOCAB_SIZE
 from model.inputs.paths import Place
@@ -32,13 +30,8 @@ class _Transposed:
     def get_shape(self) -> list[int]:
         return [*reversed(self.slice.get_shape())]
 
-    def get_dtype(self) -> str:
-        found: str = self.slice.get_dtype()
-        return found
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        found: np.ndarray = self.slice[...].T[index]
-        return found
+    def __getitem__(self, index: Any) -> Any:
+        return self.slice[...].T[index]
 
 
 def slices_of(folder: Place) -> Mapping[str, Any]:

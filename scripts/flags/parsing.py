@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import PurePath
 from typing import Any, Never, override
 
 import msgspec
@@ -182,6 +183,8 @@ def plain_flags(argv: Sequence[str], actions: Mapping[str, argparse.Action]) -> 
                 rest.pop()
             while kinds[flag] == "+" and rest and not rest[-1].startswith("-"):
                 rest.pop()  # of a flag without effect
+            if value == "None" and flag in actions:
+                continue  # vLLM's word for the default
             if dot and value is not None:
                 _put(objects.setdefault(flag, {}), path.split("."), value)
                 continue
@@ -239,7 +242,7 @@ def flag_words(name: str, value: Any, where: str) -> list[str]:
             return []
         case list() | tuple() if all(isinstance(entry, str | int | float | dict) for entry in value):
             return [f"--{name}", *(json.dumps(entry) if isinstance(entry, dict) else str(entry) for entry in value)]
-        case str() | int() | float():
+        case str() | int() | float() | PurePath():
             return [f"--{name}={value}"]
         case dict():
             return [f"--{name}={json.dumps(value)}"]

@@ -387,12 +387,8 @@ def read_keywords(keywords: Mapping[str, Any], *others: type[Any]) -> tuple[Engi
     add_engine_flags(parser)
     for declared in others:
         add_flags(parser, declared)
-    words = list[str]()
-    for name, value in keywords.items():
-        if name not in values:
-            text = str(value) if isinstance(value, Path) else value
-            words += flag_words(name.replace("_", "-"), text, "keywords")
-    args = parse_flags(parser, words)
+    rest = [(name.replace("_", "-"), value) for name, value in keywords.items() if name not in values]
+    args = parse_flags(parser, [word for name, value in rest for word in flag_words(name, value, "keywords")])
     log_warnings(args)
     return EngineSettings(**values_of(EngineSettings, args) | values), args
 

@@ -84,6 +84,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     b[7::9] = -1
     more = {"model.embed_tokens.weight": embedding, "lm_head.lora_A.weight": a, "lm_head.lora_B.weight": b}
     raw |= {"target_modules": [*raw["target_modules"], "lm_head"], "modules_to_save": ["embed_tokens"], "lora_alpha": 1}
+    raw["base_model_name_or_path"] = str(found[""])
     stored |= {f"{adapters.PREFIX}{name}": value for name, value in more.items()}
     stored |= {name: value * 4 for name, value in stored.items() if name.endswith("proj.lora_B.weight")}
     found["adapted"] = adapters.write(place / "adapter", raw, stored)
@@ -170,6 +171,8 @@ def test_every_text_is_that_of_its_model_alone(folders, kind: str) -> None:
         assert sorted(stats.models.values())[:2] == [off] * 2
         assert texts(llm, NAMES[::-1]) == alone  # from the prefix cache
     if kind == "plain":
+        with an_llm(folders, own="adapted") as llm:  # its config names its model
+            assert texts(llm, ("",))[""] == alone["adapted"]
         for seed, name in enumerate(NAMES[:3]):
             assert all(is_greedy(model_of(seed), *pair) for pair in zip(PROMPTS, alone[name], strict=True))
 

@@ -116,6 +116,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
         ("--dtype float --quantization awq_marlin", {"dtype": "float32", "quantization": "awq", "weight_form": None}),
         ("--dtype BFLOAT16 -q int8", {"dtype": "bfloat16", "quantization": "int8", "weight_form": "int8"}),
         ("--device-memory-utilization 0.5 --max-num-queued-reqs 7", {"memory_utilization": 0.5, "max_queue": 7}),
+        ("--quantization None --seed=None --dtype auto", {"quantization": None, "seed": None, "dtype": "auto"}),
         ("--task embed", {"enable_embeddings": True}),
         ("--runner pooling --convert embed", {"enable_embeddings": True}),
     ],
