@@ -20,7 +20,6 @@ from model.inputs.gguf import GgufFile, is_gguf
 from model.inputs.json_file import read_fields, read_object
 from model.inputs.paths import Place, is_url, place
 from model.inputs.words import shown
-from model.loading.adapter_files import resized_for
 from model.loading.copies import local_file, local_folder
 from model.loading.gguf_config import gguf_model_config
 from model.loading.hf_format import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_TORCH_FILE, is_adapter
@@ -142,6 +141,8 @@ def resolve(
 
 def _merged(name: str, folder: Place, *, weights: bool, takes_adapters: bool) -> ModelSource:
     """The model that an adapter's config names, with the adapter. Raises ValueError if it cannot be found."""
+    from model.loading.adapter_files import resized_for  # most starts need none
+
     if not takes_adapters:
         raise ValueError(f"{name} is an adapter, too")
     held = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
