@@ -193,6 +193,8 @@ def test_refusals(capsys, flags, message):
 
 # ---- with the compiler of TPUs, each in a process of its own ----
 
+PAGES_OF_A_TPU = ("--num-pages", "8")
+
 
 def precompiled(model: Path, cache: Path, *flags: str, target: str = "v6e:1x1", **environment: str) -> str:
     """What the command says. It compiles for the chips that are described, whatever JAX_PLATFORMS says."""
@@ -231,26 +233,31 @@ def for_chips(tmp_path_factory) -> Path:
     return folder
 
 
-@needs_libtpu
-@pytest.mark.targets
-@pytest.mark.slow
-def test_programs_for_a_tpu_have_the_same_names_in_every_process(for_chips, tmp_path):
-    said = precompiled(for_chips, tmp_path / "first")
-    assert (
-        "jax on 1 x TPU v6 lite" in said
-        and f"{tmp_path / 'first'} has 4 programs and 2 of the self-test for v6e:1x1" in said
-    )
-    precompiled(for_chips, tmp_path / "again")
-    assert names(tmp_path / "first") == names(tmp_path / "again")
-    assert list(map(len, names(tmp_path / "first"))) == [4, 6]
-    assert precompiled(for_chips, tmp_path / "first").endswith("has these 4 programs for v6e:1x1 already\n")
+@pytest.fixture(scope="module")
+def for_a_tpu(for_chips, tmp_path_factory) -> Path:
+    """The folder of its programs."""
+    cache = tmp_path_factory.mktemp("programs") / "cache"
+    said = precompiled(for_chips, cache, *PAGES_OF_A_TPU)
+    assert "jax on 1 x TPU v6 lite" in said and f"{cache} has 4 programs and 2 of the self-test for v6e:1x1" in said
+    return cache
 
 
 @needs_libtpu
 @pytest.mark.targets
 @pytest.mark.slow
-def test_what_processes_trace_next_to_a_tpus_engine_is_found(for_chips, tmp_path):
-    """They have its description only, and the engine is another process."""
+def test_programs_for_a_tpu_have_the_same_names_in_every_process(for_chips, for_a_tpu, tmp_path):
+    precompiled(for_chips, tmp_path / "again", *PAGES_OF_A_TPU)
+    assert names(for_a_tpu) == names(tmp_path / "again")
+    assert list(map(len, names(for_a_tpu))) == [4, 6]
+    said = precompiled(for_chips, for_a_tpu, *PAGES_OF_A_TPU)
+    assert said.endswith("has these 4 programs for v6e:1x1 already\n")
+
+
+@needs_libtpu
+@pytest.mark.targets
+@pytest.mark.slow
+def test_processes_trace_what_a_tpus_engine_will_look_for(for_chips, for_a_tpu, tmp_path):
+    """They have its description only, and the engine is another process. `test_tracers` has an engine that finds it."""
     settings = EngineSettings(
         model=str(for_chips), load_format="dummy", device="tpu", max_num_seqs=8, max_num_batched_tokens=64,
         max_model_len=256, num_pages=8, tensor_parallel_size=1, attention_backend="tpu", compile_cache=str(tmp_path),
@@ -259,10 +266,9 @@ def test_what_processes_trace_next_to_a_tpus_engine_is_found(for_chips, tmp_path
     (process,) = start_tracers(settings, buckets, 1, described, "v6e:1x1")
     process.join(120)
     assert process.exitcode == 0
-    (traced,) = names(tmp_path)[0]
-    said = precompiled(for_chips, tmp_path, "--num-pages", "8")
-    assert ", 1 were traced before" in said
-    assert traced in names(tmp_path)[0]
+    assert len(names(tmp_path)[0]) == 1
+    assert names(tmp_path)[0] < names(for_a_tpu)[0]
+    assert folders(tmp_path) <= folders(for_a_tpu)
 
 
 @needs_libtpu
