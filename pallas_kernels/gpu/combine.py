@@ -36,6 +36,7 @@ from pallas_kernels.gpu.parts import (
 )
 from pallas_kernels.gpu.prefill_tile import TILE_M, TileShape
 
+FIELDS = (MERGE_TOKEN, MERGE_FIRST_SLOT, MERGE_SLOT_STRIDE, MERGE_FIRST_PART, MERGE_PARTS, MERGE_OFFSET)
 IN_FLIGHT = 64  # registers of partial results that are loaded together
 MAX_TRIPS = 4  # to memory, one after the other, for the most parts that a row may have, if each CTA has few heads
 
@@ -152,15 +153,20 @@ def combine(
         out_ref: Any,
         weight_smem: Any,
     ) -> None:
-        """Merges `heads` at once. The results' bits do not depend on how many these are."""
+        """Merges `heads` at once. The results' bits do not depend on how many these are. The fields of a unit are read
+        while the unit before is merged."""
         per_token = jnp.int32(num_heads // heads)
         units = units_of(num_merges_ref[0], jnp.int32(heads))
 
-        @pl.loop(cta, units, step=num_ctas)
-        def _(unit: jax.Array) -> None:
-            index, first_head = lax.div(unit, per_token), lax.rem(unit, per_token) * heads
-            fields = (MERGE_TOKEN, MERGE_FIRST_SLOT, MERGE_SLOT_STRIDE, MERGE_FIRST_PART, MERGE_PARTS, MERGE_OFFSET)
-            token, slot, stride, first_part, num_parts, offset = (merges_ref[index, field] for field in fields)
+        def fields_of(unit: jax.Array) -> tuple[jax.Array, ...]:  # past the last unit, those of the last one
+            index = lax.div(jnp.clip(unit, 0, jnp.maximum(units - 1, 0)), per_token)
+            return tuple(merges_ref[index, field] for field in FIELDS)
+
+        def one(round_: jax.Array, fields: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            unit = cta + round_ * num_ctas
+            following = fields_of(unit + num_ctas)
+            first_head = lax.rem(unit, per_token) * heads
+            token, slot, stride, first_part, num_parts, offset = fields
 
             def sums_of(h: int) -> jax.Array:
                 tile, row = place(token, offset, first_head + h)
@@ -174,6 +180,9 @@ def combine(
             merged = _merged(sums_of, part_of, num_parts, head_dim, weight_smem.at[pl.ds(0, heads)])
             for h, acc in enumerate(merged):
                 out_ref[token, vector.head_columns(first_head + h, head_dim)] = acc.astype(dtype)
+            return following
+
+        lax.fori_loop(0, persistent.rounds(units - cta, num_ctas), one, fields_of(cta))
 
     plgpu.kernel(
         body,
@@ -197,8 +206,9 @@ def _merged(
     """The mean of the parts' results, f32[H] for each query head. A part's weight is its divisor."""
     heads, max_parts = weight_smem.shape
     part = plgpu.broadcasted_iota(jnp.int32, (max_parts,), 0, layout=vector.layout(max_parts))
-    for h in range(heads):
-        sums = jnp.where(part < num_parts, sums_of(h), -jnp.inf)  # after them are others' parts
+    of_heads = [sums_of(h) for h in range(heads)]  # a load does not pass the barriers of a reduction
+    for h, loaded in enumerate(of_heads):
+        sums = jnp.where(part < num_parts, loaded, -jnp.inf)  # after them are others' parts
         weights = jnp.exp2(sums - sums.max())
         weight_smem[h] = weights / weights.sum()
 
