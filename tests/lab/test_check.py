@@ -26,7 +26,7 @@ from scripts.lab.chip import dispatch, kernels, made_elsewhere, sanitizer, torch
 from scripts.lab.chip.kit import make_kit
 from scripts.lab.chip.parts import PARTS, Options, Result
 from scripts.lab.chip.progress import Progress, unknown, write_report
-from scripts.lab.chip.steps import activity, work_of_step
+from scripts.lab.chip.steps import activity, kinds_of, work_of_step
 from scripts.lab.chip.text import compare
 from tests.scripts import faulty_forms
 
@@ -168,6 +168,9 @@ def test_the_kernels_of_a_profile_are_summed_per_step():
     assert found.busy_s == pytest.approx(11e-6)
     assert found.span_s == pytest.approx(13e-6)
     assert list(found.kernels.items()) == [("gemm", (2.0, 0.4)), ("append", (0.4, 0.2))]
+    names = ("paged_decode_mosaic_gpu_kernel", "gemm_fusion_dot_7", "nvjet_tst_64x8", "scatter_fusion", "MemcpyD2D")
+    kinds = kinds_of({name: (10.0**place, 1.0) for place, name in enumerate(names)})
+    assert kinds == {"attention": 1.0, "products": 110.0, "the rest": 11_000.0}
 
 
 SANITIZER = """#!/bin/sh
@@ -211,7 +214,7 @@ def test_a_peer_that_dies_keeps_its_figures(tmp_path, monkeypatch):
     result = Result.begun(tmp_path / "peers.json")
     torch_peers.run(OPTIONS, result)
     assert result.figures == {"PyTorch, decode 1": {"step_ms": 4.5}}
-    assert (result.status, result.unknown) == ("failed", ["PyTorch, decode 2"])
+    assert (result.status, result.unknown) == ("failed", ["PyTorch, decode 2", torch_peers.BATCHING])
     assert "| PyTorch, decode 1 | step_ms 4.50 |" in result.lines
     result.write(tmp_path / "peers.json")
     resumed = Result.begun(tmp_path / "peers.json")

@@ -62,7 +62,8 @@ def cases(options: Options) -> list[Case]:
 
 
 def run(options: Options, result: Result) -> None:
-    """Fills the result. It is wrong if a child graph is set anew: each is captured again, which costs most."""
+    """Fills the result. It is wrong if a child graph is set anew: each is captured again, which costs most. It is also
+    wrong if a graph is made after the warm-up: a request would wait for it."""
     if options.device == "tpu":
         result.say("Not counted: CUDA graphs are NVIDIA's.")
         return
@@ -76,6 +77,8 @@ def run(options: Options, result: Result) -> None:
         table.row(name, *kinds, found["most"], *times, ", ".join(found["names"]) or "none")
         if found["set"]["child graphs"]:
             result.wrong(f"{name}: a step sets {found['set']['child graphs']:.0f} child graphs anew")
+        if found["made"]:
+            result.wrong(f"{name}: {found['made']} nodes of graphs were made after the warm-up")
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "xla.log" if result.kept_in is None else result.kept_in.with_name("xla.log")
@@ -104,6 +107,7 @@ def measure(case: Case, options: Options, log: Path) -> dict[str, Any]:
     runner = build_runner(settings, print).runner
     bucket = Bucket(case.num_rows, case.num_rows, case.variant)
     runner.warm_up([bucket], print)
+    warm = log.stat().st_size
     admit(runner, bucket, CONTEXT, {"temperature": float(case.variant is Variant.SAMPLE), "top_p": 1.0, "top_k": 0})
     for model in range(1, case.num_models):
         runner._others[model] = jax.tree.map(jnp.copy, (runner.weights, runner._kv_scales))
@@ -122,9 +126,11 @@ def measure(case: Case, options: Options, log: Path) -> dict[str, Any]:
     text = log.read_bytes()
     if options.device == "cuda" and _NODE.encode() not in text[begun:]:
         raise RuntimeError(f"XLA's log has no CUDA graph: see {log}")
+    made = text[warm:].count(_NODE.encode())
     steps = [read_log(text[a:b].decode(errors="replace")) for a, b in pairwise(ends)][SETTLING - 1 :]
     return {
         "set": {kind: sum(found[kind] for found, _ in steps) / len(steps) for kind in UPDATES},
+        "made": made,
         "most": max(found.total() for found, _ in steps),
         "names": sorted({name for _, names in steps for name in names}),
         "wall_us": median(wall_us[SETTLING:]),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,8 @@ PRECISIONS = {
     "fp8": Precision({"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"}, 1),
 }
 LINES = ("Stream", "XLA Ops")  # of a GPU's kernels and copies; of a TPU's operations
+KINDS = {"attention": re.compile("paged_"), "products": re.compile("gemm|nvjet|cutlass|cublas|xmma|splitk", re.I)}
+REST = "the rest"  # norms, rotations, appends, sums of split products, sampling
 
 
 def run(options: Options, result: Result) -> None:
@@ -61,16 +64,23 @@ def run(options: Options, result: Result) -> None:
         "products, ms": ".2f",
         "dispatch, ms": ".2f",
     }
-    seen = {"device busy": ".0%", "events a step": ".0f", "kernels that take longest, us a step (launches)": ""}
+    kinds = f"{' + '.join(KINDS)} + {REST}, ms"
+    seen = {
+        "device busy": ".0%",
+        "events a step": ".0f",
+        kinds: "",
+        "kernels that take longest, us a step (launches)": "",
+    }
     table = result.table({"step": "", **shares, **seen})
 
     def show(name: str, found: dict[str, Any]) -> None:
         if "needs" in found:
-            table.row(name, found["needs"], *7 * [None])
+            table.row(name, found["needs"], *8 * [None])
             return
         times = found["step_ms"], found["bound_ms"], found["bound_ms"] / found["step_ms"]
         kernels = [f"{kernel} {us:.0f} ({count:.0f})" for kernel, (us, count) in list(found["kernels"].items())[:SHOWN]]
-        activity = found["busy_share"], found["events"], "; ".join(kernels) or "not seen"
+        sums = " + ".join(f"{us / 1e3:.2f}" for us in found["kinds"].values()) if options.device == "cuda" else None
+        activity = found["busy_share"], found["events"], sums, "; ".join(kernels) or "not seen"
         table.row(name, *times, found["products_ms"], found["dispatch_ms"], *activity)
         for backend, reason in found["failures"].items():
             result.wrong(f"{name}: the attention backend {backend} failed its self-test: {reason}")
@@ -127,6 +137,7 @@ class Steps:
             "busy_share": None if seen is None else seen.busy_share,
             "events": None if seen is None else seen.num_events / PROFILED_STEPS,
             "kernels": {} if seen is None else dict(seen.kernels),
+            "kinds": {} if seen is None else kinds_of(seen.kernels),
         }
 
     def _work(self, bucket: Bucket, context: int) -> Work:
@@ -222,6 +233,14 @@ def activity(events: Iterable[tuple[float, float, str]]) -> Activity:
     kernels = {name: (ns / 1e3 / PROFILED_STEPS, launches[name] / PROFILED_STEPS) for name, ns in sums.most_common()}
     span_s = (reached - ordered[0][0]) / 1e9
     return Activity(num_events=len(ordered), busy_s=busy / 1e9, span_s=span_s, kernels=kernels)
+
+
+def kinds_of(kernels: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Microseconds of a step in each kind of kernels of a GPU, by their names."""
+    found = dict.fromkeys([*KINDS, REST], 0.0)
+    for name, (us, _) in kernels.items():
+        found[next((kind for kind, pattern in KINDS.items() if pattern.search(name)), REST)] += us
+    return found
 
 
 def _events(path: Path) -> list[tuple[float, float, str]]:

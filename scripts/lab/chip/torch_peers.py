@@ -19,6 +19,7 @@ from scripts.lab.chip.parts import ROOT, Options, Result
 SCRIPT = Path(__file__).with_name("torch_decode.py")
 ROWS = (1, 16, 64)
 LOAD = {"num_prompts": 128, "input_len": 512, "output_len": 128}
+TINY_LOAD = {"num_prompts": 2, "input_len": 16, "output_len": 4}
 CONTEXT, STEPS = 1024, 20
 FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 BATCHING = "transformers, continuous batching"
@@ -40,7 +41,7 @@ def asked_for(options: Options, known: dict[str, Any]) -> dict[str, Any]:
         "rows": [rows for rows in ((1, 2) if small else ROWS) if _name(rows) not in known],
         "context": 8 if small else CONTEXT,
         "steps": 2 if small else STEPS,
-        "load": None if small or BATCHING in known else LOAD,
+        "load": None if BATCHING in known else TINY_LOAD if small else LOAD,
     }
 
 
