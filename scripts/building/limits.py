@@ -269,9 +269,9 @@ def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len
 def deferred_programs(ladder: BucketLadder, platform: str, *, all_first: bool, num_hosts: int) -> tuple[Bucket, ...]:
     """The programs that may be compiled while the engine serves.
 
-    On a chip there are none, because a GPU's compiler times kernels on the chip, and a program that does not fit must
-    be an error at the start. On several hosts there are none, because the leader does not know which programs the
-    others have.
+    On a chip there are none. A GPU's compiler times kernels on the chip, and loading a program discards the CUDA graphs
+    of all others. A program that does not fit must be an error at the start. On several hosts there are none, because
+    the leader does not know which programs the others have.
     """
     if platform != "cpu" or all_first or num_hosts > 1:
         return ()

@@ -333,7 +333,7 @@ def test_a_rehearsal_runs_every_part_to_its_end(tmp_path):
 @pytest.mark.slow
 def test_a_step_sets_two_kernels_anew_and_no_child_graph(capfd):
     """XLA's real GPU client on a driver that does nothing. The two read the host's buffer and write the output. Those
-    that read weights are set anew, too, when another model has the turn."""
+    that read weights are set anew, too, when another model has the turn. No graph is made after the warm-up."""
     if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         pytest.skip("needs jax's CUDA plug-in")
     assert lab_dispatch.main(["--model", "demo"]) == 0

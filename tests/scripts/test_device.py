@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from model.compiling.compiler_options import ALLOCATOR_VARIABLE
 from scripts.building.device import HAS_MAPPED_MEMORY, start_jax
 from scripts.flags.settings import EngineSettings
 from tests.c_compiler import compiler
@@ -84,6 +85,39 @@ def test_a_server_for_gpus_does_not_serve_without_one(tmp_path):
     assert (done.returncode, "ready after" in done.stdout) == (2, False)
     said = "scripts/serve: The engine could not start: no cuda device can be used: no GPU is visible"
     assert done.stderr.startswith(said) and done.stderr.count("\n") == 1
+
+
+ALLOCATOR = """
+import os
+import jax
+from scripts.building.device import start_jax
+from scripts.flags.settings import EngineSettings
+def devices():  # jax starts XLA's client here
+    raise RuntimeError(os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"])
+jax.devices = devices
+try:
+    start_jax(EngineSettings(device="cuda", compile_cache="none"))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("maps", "given", "expected"),
+    [
+        (HAS_MAPPED_MEMORY, {}, "vmm"),
+        (0, {}, "default"),
+        (HAS_MAPPED_MEMORY, {ALLOCATOR_VARIABLE: "default"}, "default"),
+    ],
+)
+def test_the_allocator_is_chosen_before_jax_starts(tmp_path, maps, given, expected):
+    """A graph need not be updated for memory that is mapped. A user's own choice stays."""
+    make_driver(tmp_path, version=13000, init=0, count=1, maps=maps)
+    environment = {name: value for name, value in os.environ.items() if name != ALLOCATOR_VARIABLE}
+    environment |= {"LD_LIBRARY_PATH": str(tmp_path)} | given
+    command = [sys.executable, "-c", ALLOCATOR]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == f"no cuda device can be used: {expected}\n"
 
 
 MEMORY = """

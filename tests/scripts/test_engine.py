@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from batcher.buckets import BucketConfig, BucketLadder
 from model.config import LlamaConfig
 from model.loading.source import resolve
 from model.loading.stored_weights import StoredWeights, find_weights
@@ -19,7 +20,7 @@ from model.quantization.forms import Activations, EightBit, FourBit, MixedForms,
 from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, GPUS, TPUS, XLA_READS
 from pallas_kernels.spec import Backend
 from scripts.building.chips import choose_kv_dtype
-from scripts.building.limits import choose_step_timeout
+from scripts.building.limits import choose_step_timeout, deferred_programs
 from scripts.building.runner import build_runner
 from scripts.building.weights import choose_dtype, choose_quantization, choose_rounding
 from scripts.convert_checkpoint import convert
@@ -246,6 +247,14 @@ def test_8_bits_of_kv_are_fp8_where_a_gpu_converts_it_and_int8_elsewhere():
 )
 def test_a_chip_counts_as_stuck_after_some_time_and_a_cpu_never(asked, platform, seconds):
     assert choose_step_timeout(asked, platform) == seconds
+
+
+def test_only_a_cpu_defers_programs():
+    """On a GPU, loading one discards the graphs of all others."""
+    ladder = BucketLadder(BucketConfig(max_num_seqs=8, max_num_batched_tokens=64))
+    of_cpu = deferred_programs(ladder, "cpu", all_first=False, num_hosts=1)
+    assert {*of_cpu, *ladder.needed_first()} == set(ladder.buckets()) != set(of_cpu) != set()
+    assert [deferred_programs(ladder, chip, all_first=False, num_hosts=1) for chip in ("gpu", "tpu")] == [(), ()]
 
 
 def test_the_scales_of_kv_come_from_the_checkpoint_or_are_measured(tmp_path):

@@ -105,12 +105,12 @@ def measure(case: Case, options: Options, log: Path) -> dict[str, Any]:
         self_test="kept" if options.rehearse else "never",  # the outputs are not read
     )
     runner = build_runner(settings, print).runner
+    for model in range(1, case.num_models):
+        runner._others[model] = jax.tree.map(jnp.copy, (runner.weights, runner._kv_scales))
     bucket = Bucket(case.num_rows, case.num_rows, case.variant)
     runner.warm_up([bucket], print)
     warm = log.stat().st_size
     admit(runner, bucket, CONTEXT, {"temperature": float(case.variant is Variant.SAMPLE), "top_p": 1.0, "top_k": 0})
-    for model in range(1, case.num_models):
-        runner._others[model] = jax.tree.map(jnp.copy, (runner.weights, runner._kv_scales))
     ahead, wall_us, cpu_us, ends = [], [], [], []
     for number in range(STEPS):
         step = replace(full_step(bucket, runner.capacity(), CONTEXT), model=number % case.num_models)
