@@ -201,6 +201,7 @@ def test_a_finding_of_a_tool_is_of_the_form_that_it_tested(tmp_path, monkeypatch
 
 PEER = """#!/bin/sh
 [ "$1" = -c ] && exit 0
+[ "$PYTHONSAFEPATH" ] || exit 2
 echo '["PyTorch, decode 1", {"step_ms": 4.5}]'
 exit 1
 """

@@ -52,6 +52,7 @@ def run(options: Options, result: Result) -> None:
         return
     python = own_python()
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "JAX_PLATFORMS")}
+    env["PYTHONSAFEPATH"] = "1"  # the script's folder has modules with names of packages that transformers looks for
     there = subprocess.run([python, "-c", "import torch"], env=env, capture_output=True, text=True, check=False)
     if there.returncode:
         reason = (there.stderr.strip().splitlines() or ["no reason given"])[-1]
