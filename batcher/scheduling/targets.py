@@ -220,8 +220,9 @@ class StepPolicy:
     # --- the queue ---
 
     def start_by(self, arrived_s: float, ttft_s: float | None, num_prompt: int) -> float:
-        """The latest time at which a prompt must start, to order it among others."""
-        steps = num_prompt / self._token_budget
+        """The latest time at which a prompt must start, to order it among others. Its own time counts beyond one step:
+        among prompts of a step the shorter ones do not wait for the longer ones that came after them."""
+        steps = max(0.0, num_prompt / self._token_budget - 1)
         tokens = next(iter(self._mixed))
         alone_s = steps * self.predictor.seconds(tokens, self._mixed[tokens][0], 0, 0)
         return arrived_s + (_USUAL_TTFT_S if ttft_s is None else ttft_s - alone_s)

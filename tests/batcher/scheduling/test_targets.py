@@ -98,6 +98,45 @@ def test_prompts_get_the_largest_program_that_keeps_the_strictest_target(num_dec
     assert policy.prompt_tokens(num_decodes, 0, target_s) == expected - num_decodes
 
 
+@given(st.integers(1, 63), st.integers(0, 100_000), st.floats(0.02, 0.2))
+def test_the_attention_behind_a_long_prompt_is_in_the_time_of_its_step(num_decodes, past, target_s):
+    table = PerTokenEstimate(0.002, 0.0001, 1e-8)
+    policy = StepPolicy(table, LADDER)
+    kept = [num_decodes]
+    for bucket in LADDER.buckets():
+        count = bucket.num_tokens - num_decodes
+        pairs = count * past + count**2 / 2
+        seconds = policy.predictor.margin * table.seconds(bucket.num_tokens, 1, kv_tokens=0, pairs=pairs)
+        if not bucket.decode_only and bucket.num_rows > num_decodes and seconds <= target_s:
+            kept.append(bucket.num_tokens)
+    assert policy.prompt_tokens(num_decodes, 0, target_s, past) == max(kept) - num_decodes
+
+
+def test_a_prompt_must_start_before_its_target_by_its_steps_but_one():
+    policy = StepPolicy(TABLE, LADDER)
+    step_s = policy.predictor.seconds(512, min(b.num_rows for b in LADDER.buckets() if b.num_tokens == 512), 0, 0)
+    starts = [policy.start_by(7.0, 0.5, num_prompt) for num_prompt in (1, 512, 1024, 2048)]
+    assert starts == pytest.approx([7.5, 7.5, 7.5 - step_s, 7.5 - 3 * step_s])
+    assert policy.start_by(7.0, None, 2048) == 9.0
+
+
+def test_prompts_fill_their_program():
+    """Attention costs a prompt no tokens, where the program that fits has the time for it."""
+    drive = timed(step_estimate=PerTokenEstimate(0.008, 0.0001, 1e-8), targets=Targets(itl_ms=42))
+    for i in range(8):
+        drive.add(make_request(f"chat {i}", prompt(i, 5), max_tokens=60, ignore_eos=True))
+    for _ in range(4):
+        drive.step()
+    drive.add(make_request("long", prompt(9, 1800), max_tokens=2, ignore_eos=True))
+    before = len(drive.runner.executed)
+    for _ in range(8):
+        drive.step()
+    mixed = [bucket for bucket in drive.runner.executed[before:] if not bucket.decode_only]
+    assert [bucket.num_tokens for bucket in mixed[:6]] == [256] * 6
+    drive.finish()
+    drive.check_outputs()
+
+
 def test_prompts_get_everything_in_one_step_of_a_hundred_without_time():
     policy = StepPolicy(TABLE, LADDER)
     given_tokens = [policy.prompt_tokens(8, 0, 0.009) for _ in range(300)]
