@@ -2,6 +2,7 @@
 
     scripts/plan --model 8b --target v6e:1x1
     scripts/plan --model 8b --target v6e:2x4 --workload chat --slo ttft_ms=500,tpot_ms=40 --price-per-hour 22
+    scripts/plan --model 8b --target h100 --workload chat --target-itl 50 --target-ttft 500
     scripts/plan --model 70b --target 8xh100 --workload 1000/1000 --max-concurrency 128
     scripts/plan --model 8b --target h200 --num-models 7 --workload chat --slo ttft_ms=2000,tpot_ms=100
     scripts/plan --model 8b --target 1xh100 --workload rag --slo ttft_ms=2000 --html plan.html
@@ -114,6 +115,10 @@ def check(args: argparse.Namespace) -> None:
     has_models = args.num_models or args.models or args.models_folder
     if args.workload is not None and has_models and (args.no_simulate or args.prefill_apart):
         raise ValueError("--num-models, --models: several models are simulated, without --no-simulate, --prefill-apart")
+    if args.slo is not None and (args.target_itl is not None or args.target_ttft is not None):
+        raise ValueError(
+            "--slo and --target-itl or --target-ttft exclude each other: an engine keeps its targets itself"
+        )
     if args.request_rate is not None and args.max_concurrency is not None:
         raise ValueError("--request-rate and --max-concurrency exclude each other")
     for name in ("api_price", "currency"):

@@ -7,9 +7,11 @@
 five a second, among 32 chats; each has twelve characters for a token of the context, is encoded, and then cut to 16
 tokens. `prefix`: prompts that share three quarters of their tokens, and prompts that share none, with and without the
 prefix cache. `bursts`: even arrivals and bursts, at half the capacity. `priorities`: a tenth of the requests goes
-before the others, above the capacity. `goodput`: the highest rate of chats within objectives. Servers of one scenario
-run at the same time, and are loaded one after the other; rounds alternate between them. They compile all programs
-before they are ready: a CPU would compile some while the first rows are measured.
+before the others, above the capacity. `targets`: chats at six tenths of the capacity and a long prompt every four
+seconds, by default, with static limits of a step's tokens, and with --target-ttft and --target-itl. `goodput`: the
+highest rate of chats within objectives. Servers of one scenario run at the same time, and are loaded one after the
+other; rounds alternate between them. They compile all programs before they are ready: a CPU would compile some while
+the first rows are measured.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ import asyncio
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import uvloop
 
+from batcher.request import Targets
 from model.inputs.paths import local_path
 from model.loading.source import DEMO
 from scripts.flags.errors import FailedError, add_debug_flag, run_command
@@ -42,7 +47,7 @@ GOODPUT = "goodput"
 SLOS = {"ttft": 500.0, "tpot": 50.0}
 SHARE = 0.9  # of the requests, within the objectives
 Row = dict[str, Any]
-Targets = Mapping[str, Target]
+Servers = Mapping[str, Target]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 @contextmanager
-def servers(flags: Mapping[str, str], args: argparse.Namespace) -> Iterator[Targets]:
+def servers(flags: Mapping[str, str], args: argparse.Namespace) -> Iterator[Servers]:
     """Starts a server for each set of flags. Raises FailedError if one does not become ready."""
     with ExitStack() as stack:
         targets = {}
@@ -104,31 +109,50 @@ def capacity_of(target: Target, size: Size, random: np.random.Generator) -> floa
     return len(outcomes) / seconds
 
 
-def rows_of(scenario: Scenario, size: Size, targets: Targets, random: np.random.Generator) -> dict[str, Row]:
+def rows_of(scenario: Scenario, size: Size, targets: Servers, random: np.random.Generator) -> dict[str, Row]:
     """The figures of each row by its name, over all rounds."""
     first = next(iter(targets.values()))
     for target in targets.values():
         uvloop.run(run(target, chats(size, 4, random), arrivals=None, max_concurrency=4))
     capacity = capacity_of(first, size, random) if scenario.needs_capacity else 0.0
-    found: dict[str, tuple[list[Outcome], float]] = {}
+    found: dict[str, list[tuple[list[Outcome], float]]] = defaultdict(list)  # of each round
     seconds = size.seconds / scenario.rounds
     for _ in range(scenario.rounds):
         for variant in scenario.variants(size, capacity, random):
             for part, (outcomes, taken_s) in uvloop.run(measure(variant, targets[variant.server], seconds)).items():
                 name = variant.name if len(variant.parts) == 1 else f"{variant.name}, {part}"
-                before, before_s = found.get(name, ([], 0.0))
-                found[name] = (before + outcomes, before_s + taken_s)
-    return {name: summary(outcomes, taken_s) for name, (outcomes, taken_s) in found.items()}
+                found[name].append((outcomes, taken_s))
+    rows = {}
+    for name, rounds in found.items():
+        rows[name] = summary(list(chain(*(outcomes for outcomes, _ in rounds))), sum(taken_s for _, taken_s in rounds))
+        if scenario.targets is not None:
+            rows[name]["within"] = [within(outcomes, scenario.targets) for outcomes, _ in rounds]
+    return rows
+
+
+def within(outcomes: Sequence[Outcome], targets: Targets) -> float:
+    """The share of the requests within the targets, as the server counts them. Those that failed are not."""
+
+    def is_kept(outcome: Outcome) -> bool:
+        if outcome.error is not None or not outcome.chunk_times:
+            return False
+        gaps = np.diff(outcome.chunk_times)
+        late = 0 if targets.itl_ms is None else int((gaps * 1e3 > targets.itl_ms).sum())
+        return targets.are_kept(outcome.chunk_times[0] - outcome.start, len(gaps), late)
+
+    return sum(map(is_kept, outcomes)) / len(outcomes)
 
 
 def table(title: str, rows: Mapping[str, Row], scenario: Scenario) -> str:
     """The rows, and the ratios between some of them."""
     latencies = {"TTFT p50/p99 ms": ">13", "TPOT p50 ms": "7.1f", "ITL p50/p99 ms": ">13"}
-    table = Table({title: "<34", "requests": "7", "out tok/s": "9.1f", **latencies, "": ""})
+    shares = {} if scenario.targets is None else {"within, each round": ""}
+    table = Table({title: "<34", "requests": "7", "out tok/s": "9.1f", **latencies, **shares, "": ""})
     for name, row in rows.items():
         rate, tpot = row["output_tokens_per_s"], (row["tpot_ms"] or {}).get("p50")
         ttft, itl = both_of(row, "ttft"), both_of(row, "itl", digits=1)
-        table.row(name, row["completed"], rate, ttft, tpot, itl, failures_of(row))
+        each = [", ".join(f"{share:.1%}" for share in row["within"])] if shares else []
+        table.row(name, row["completed"], rate, ttft, tpot, itl, *each, failures_of(row))
     lines = [*table.lines, ""]
     for text, metric, above, below in scenario.ratios:
         figure = "p99" if metric == "itl" else "mean"

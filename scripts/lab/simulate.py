@@ -1,6 +1,6 @@
 """Compares admission policies in simulated time: the real scheduler over a device that only costs time.
 
-    python -m scripts.lab simulate --long-prompts 512 2048 [--trace FILE] [--even-context 26600]
+    python -m scripts.lab simulate --chips h100 h200 v6e [--loads code agents] [--trace FILE] [--code-trace FILE]
     python -m scripts.lab simulate --models 7 --targets h100 h200 v6e:2x4 [--trace FILE] [-- FLAGS]
     python -m scripts.lab simulate [--trace FILE] [--num-requests 600] [--pools 16384 65536] [--contexts 8192 131072]
 
@@ -8,9 +8,10 @@ All requests of a workload arrive at once. A step takes 8 ms, and 0.02 ms more p
 compared: the scheduler's own forecast; admission as soon as the pages of the known tokens are free, with a preemption
 as soon as a page is missing; and a clairvoyant policy that knows every output's length and never runs out of pages.
 
-With --long-prompts, values of --long-prefill-token-threshold are compared on prompts of 100,000 tokens among short
-ones: latencies of the short ones, and the time to the first token of the long ones. With --even-context a step also
-takes the time of its chunks' attention, and each threshold is shown with both kinds of --step-budget.
+With --chips, an 8B on these chips serves loads that arrive over time. For each policy the table has the highest rate at
+which it keeps --target-ttft and --target-itl: the default, the best static pair of --max-num-seqs and
+--max-num-batched-tokens for the load, also with the flags for long prompts, vLLM's fixed budgets, P-PAS (vLLM's RFC
+52906), a budget that follows the measured pauses, and the engine with its targets. Steps take the planner's times.
 
 With --models, that many 8B models of one shape are served on the chips of a target: by one engine, whose models take
 turns; by as many processes, of which one is awake; and by as many engines with a chip each. The requests of the trace,
@@ -22,30 +23,33 @@ published bandwidth of the link.
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from batcher.long_prompts import LongPrompts
+from batcher.request import Targets
+from pallas_kernels.chips import GPUS, TPUS
 from scripts.flags.errors import add_debug_flag, run_command
 from scripts.lab.load.arrivals import arrival_times, at_rate
 from scripts.lab.load.lengths import Trace
 from scripts.lab.load.presets import TRAFFIC
-from scripts.lab.planning.fleets import COLUMNS, SPLITS, WAYS, Targets, compare_ways, planned, ways
+from scripts.lab.planning import fleets
 from scripts.lab.planning.target import parse_target
-from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, WithAttention, simulate
+from scripts.lab.planning.workload import arriving, parse_workload
+from scripts.lab.simulation.goodput import ROWS, TOKENS, Bench, compare_on
+from scripts.lab.simulation.loads import CONTEXT, Draw, loads
+from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, simulate
 from scripts.lab.simulation.policies import AdmitIfFree, Clairvoyant
 from scripts.lab.tables import Table, say, say_head
 from server.flag import EachCounts
 
 PAGE_SIZE = 64  # tokens
-LONG = 100_000  # tokens of a long prompt
-CONTEXT = 8192  # tokens, of several models
+CHIPS = (*TPUS, *GPUS)
+MODELS_CONTEXT = 8192  # tokens, of several models
 LEAST_REQUESTS = 100  # of a rate, however low it is
 POLICIES = ("forecast", "admit if free", "clairvoyant")
 LIMITS = ("none", "2048", "exact", "mixed")
@@ -136,60 +140,39 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, list[SimulatedRequest
     yield "64 chats after 20 short answers, context 131,072, pool 524,288", chats_after_short_answers(), chats
 
 
-def burst_behind_a_long_prompt() -> list[SimulatedRequest]:
-    """A prompt of 100,000 tokens, then 50 short ones."""
-    short = SimulatedRequest(arrival_s=0.1, num_prompt=200, num_output=50)
-    return [SimulatedRequest(arrival_s=0.0, num_prompt=LONG, num_output=50)] + [short] * 50
+def compare_goodput(args: argparse.Namespace) -> None:
+    """Prints a table for each chip and load."""
+    targets = Targets(ttft_ms=args.target_ttft, itl_ms=args.target_itl, percentile=args.target_percentile / 100)
+    files = {"conversation": args.trace, "code": args.code_trace}
+    known = loads({kind: Trace.read(path) for kind, path in files.items() if path is not None})
+    draws = known | {kind: workload(kind) for kind in TRAFFIC if kind not in known}
+    for chip, name in product(args.chips, args.loads or known):
+        if name not in draws:
+            raise ValueError(f"--loads {name}: there are {', '.join(draws)}")
+        bench = Bench(draw=draws[name], count=args.num_requests, machine=machines(chip), targets=targets)
+        say(f"\n{name} on {chip}\n")
+        columns = {"policy": "<38", "rows": ",", "tokens": ",", "requests/s": "6.2f", "within": "6.1%"}
+        table = Table(columns | {"TTFT p99 ms": ",.0f", "ITL p99 ms": ".1f"}, say)
+        for held in compare_on(bench, args.seqs, args.tokens, args.policies):
+            ttft, itl = (float(np.percentile(times, 99)) * 1e3 for times in (held.same.ttft, held.same.itl))
+            limits, share = (held.policy.rows, held.policy.tokens), held.same.num_within / args.num_requests
+            table.row(held.name, *limits, held.rate, share, ttft, itl)
 
 
-def chats_among_long_prompts(count: int, trace: Path | None) -> list[SimulatedRequest]:
-    """Chats at four a second, and a prompt of 100,000 tokens every ten seconds."""
-    prompts, outputs = lengths("conversation", count, trace)
-    times = arrival_times(count, rate=4.0, burstiness=1.0, random=np.random.default_rng(1))
-    requests = [
-        SimulatedRequest(arrival_s=float(at), num_prompt=int(prompt), num_output=int(output))
-        for at, prompt, output in zip(times, prompts, outputs, strict=True)
-    ]
-    long = [
-        SimulatedRequest(arrival_s=float(at), num_prompt=LONG, num_output=50) for at in np.arange(0.0, times[-1], 10.0)
-    ]
-    return sorted(requests + long, key=lambda request: request.arrival_s)
+def machines(chip: str) -> Callable[[int, int], Machine]:
+    """The planner's machine of an 8B on a chip, by the rows and the tokens of a step."""
+
+    @cache
+    def machine(rows: int, tokens: int) -> Machine:
+        limits = ["--max-num-seqs", str(rows), "--max-num-batched-tokens", str(tokens)]
+        return fleets.planned(parse_target(chip), ["--max-model-len", str(CONTEXT), *limits], 1, 1, None).machine
+
+    return machine
 
 
-def compare_thresholds(
-    thresholds: Iterable[int], num_requests: int, trace: Path | None, even_context: float | None
-) -> None:
-    """Prints a table of latencies in seconds with each threshold, and with none.
-
-    Args:
-        even_context: of the machine, see `WithAttention`; None: attention takes no time.
-    """
-    machine = Machine(max_model_len=131072, num_pages=1048576 // PAGE_SIZE, page_size=PAGE_SIZE)
-    budgets = {"tokens": math.inf}
-    if even_context is not None:
-        machine = replace(machine, cost=WithAttention(0.008, 0.00002, even_context))
-        budgets["time"] = even_context
-    workloads = {
-        "50 prompts of 200 behind one of 100,000": burst_behind_a_long_prompt(),
-        "chats among prompts of 100,000": chats_among_long_prompts(num_requests, trace),
-    }
-    if even_context is not None:
-        among = workloads["chats among prompts of 100,000"]
-        workloads["chats alone"] = [request for request in among if request.num_prompt < LONG]
-    latencies = {"TTFT p50 / p99": ">13", "ITL p50 / p99": ">13", "TTFT of long prompts p50 / p99": ">"}
-    table = Table({"workload": "<39", "threshold": ">5", "budget": "<6", "steps": "6,", **latencies}, say)
-    for name, requests in workloads.items():
-        for threshold, budget in product((0, *thresholds), budgets):
-            limits = LongPrompts(threshold=threshold)
-            result = simulate(requests, machine, long_prompts=limits, even_context=budgets[budget])
-            short = [served.ttft for served in result.served if served.num_prompt < LONG]
-            long = [served.ttft for served in result.served if served.num_prompt == LONG]
-            figures = [_percentiles(times) for times in (short, result.itl, long)]
-            table.row(name, str(threshold or "none"), budget, result.num_steps, *figures)
-
-
-def _percentiles(seconds: list[float]) -> str | None:
-    return " / ".join(f"{seconds:.3f}" for seconds in np.percentile(seconds, [50, 99])) if seconds else None
+def workload(kind: str) -> Draw:
+    """A kind of traffic as the planner draws it."""
+    return lambda count, rate: arriving(parse_workload(kind).draw(count, CONTEXT), rate)
 
 
 def compare_fleets(args: argparse.Namespace) -> None:
@@ -200,19 +183,18 @@ def compare_fleets(args: argparse.Namespace) -> None:
         count = max(LEAST_REQUESTS, round(rate * args.seconds))
         prompts, outputs = lengths("conversation", count, args.trace)
         times = arrival_times(count, rate=1.0, burstiness=1.0, random=np.random.default_rng(1))
-        sent = backlog(prompts, outputs, limit="none", max_model_len=CONTEXT)
+        sent = backlog(prompts, outputs, limit="none", max_model_len=MODELS_CONTEXT)
         at = at_rate(times if trace is None else trace.window(0, count).arrival_s, rate).tolist()
         return [replace(request, arrival_s=arrival_s) for request, arrival_s in zip(sent, at, strict=True)]
 
-    table = Table(COLUMNS, say)
+    table = Table(fleets.COLUMNS, say)
     for name in args.targets:
         target = parse_target(name)
-        plan = partial(planned, target, ["--max-model-len", str(CONTEXT), *args.flags], args.models)
-        found = [
-            way for way in ways(plan, args.models, target.num_devices or 1, args.resident) if way.kind in args.ways
-        ]
-        limits = Targets(ttft_s=args.ttft, tpot_s=args.tpot, share=args.share)
-        compare_ways(table, name, found, arriving, args.models, limits, args.splits)
+        plan = partial(fleets.planned, target, ["--max-model-len", str(MODELS_CONTEXT), *args.flags], args.models)
+        every = fleets.ways(plan, args.models, target.num_devices or 1, args.resident)
+        found = [way for way in every if way.kind in args.ways]
+        limits = fleets.Targets(ttft_s=args.ttft, tpot_s=args.tpot, share=args.share)
+        fleets.compare_ways(table, name, found, arriving, args.models, limits, args.splits)
 
 
 def compare_policies(args: argparse.Namespace) -> None:
@@ -232,8 +214,8 @@ def bench(args: argparse.Namespace) -> int:
     say_head()
     if args.models:
         compare_fleets(args)
-    elif args.long_prompts:
-        compare_thresholds(args.long_prompts, args.num_requests, args.trace, args.even_context)
+    elif args.chips:
+        compare_goodput(args)
     else:
         compare_policies(args)
     return 0
@@ -249,20 +231,24 @@ def main(argv: list[str] | None = None) -> int:
         "--pools", type=int, nargs="+", action=EachCounts, default=[16384, 65536, 131072, 524288], metavar="TOKENS"
     )
     p.add_argument("--limits", nargs="+", action=EachCounts, choices=LIMITS, default=LIMITS)
-    p.add_argument(
-        "--long-prompts", type=int, nargs="+", action=EachCounts, metavar="TOKENS", help="compare these thresholds"
-    )
-    p.add_argument(
-        "--even-context", type=float, metavar="TOKENS", help="of context, with attention as dear as products"
-    )
+    p.add_argument("--chips", nargs="+", action=EachCounts, choices=CHIPS, help="compare rates within targets on them")
+    p.add_argument("--loads", nargs="+", action=EachCounts, metavar="LOAD", help="(default: all that arrive over time)")
+    p.add_argument("--policies", nargs="+", action=EachCounts, metavar="NAME", help="(default: all)")
+    p.add_argument("--seqs", type=int, nargs="+", action=EachCounts, default=ROWS, help="of the static pairs")
+    p.add_argument("--tokens", type=int, nargs="+", action=EachCounts, default=TOKENS, help="of the static pairs")
+    p.add_argument("--code-trace", type=Path, metavar="FILE", help="Azure's code trace, for the synthetic one")
+    p.add_argument("--target-ttft", type=float, default=500.0, metavar="MS")
+    p.add_argument("--target-itl", type=float, default=50.0, metavar="MS")
+    p.add_argument("--target-percentile", type=float, default=99.0, metavar="P")
     p.add_argument("--models", type=int, metavar="N", help="compare ways to serve so many models")
     p.add_argument("--targets", nargs="+", action=EachCounts, default=["h100"], metavar="TARGET", help="default: h100")
     p.add_argument(
         "--resident", type=int, nargs="+", action=EachCounts, default=[0], metavar="N",
         help="models on the device of one engine (default: 0, as many as an engine chooses)",
     )  # fmt: skip
-    p.add_argument("--ways", nargs="+", action=EachCounts, choices=WAYS, default=WAYS, help="default: all")
-    p.add_argument("--splits", nargs="+", action=EachCounts, choices=[*SPLITS], default=[*SPLITS], help="default: all")
+    kinds, splits = fleets.WAYS, [*fleets.SPLITS]
+    p.add_argument("--ways", nargs="+", action=EachCounts, choices=kinds, default=kinds, help="default: all")
+    p.add_argument("--splits", nargs="+", action=EachCounts, choices=splits, default=splits, help="default: all")
     p.add_argument("--seconds", type=float, default=120.0, metavar="S", help="of arrivals at a rate (default: 120)")
     p.add_argument("--ttft", type=float, default=2.0, metavar="S", help="a request's limit (default: 2)")
     p.add_argument("--tpot", type=float, default=0.1, metavar="S", help="a request's limit (default: 0.1)")

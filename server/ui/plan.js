@@ -4,7 +4,7 @@
 const WAIT_MS = 300; // after the last change of the form
 const CUSTOM = "custom";
 const BYTES_PER_GIB = 2 ** 30;
-const FIELDS = ["model", "target", "workload", "prompt_tokens", "output_tokens", "request_rate", "ttft_ms", "tpot_ms", "quantization", "kv_cache_dtype", "price_per_hour"];
+const FIELDS = ["model", "target", "workload", "prompt_tokens", "output_tokens", "request_rate", "ttft_ms", "itl_ms", "quantization", "kv_cache_dtype", "price_per_hour"];
 const KINDS = { chat: "Chat", rag: "RAG", batch: "Batch", agents: "Agents", code: "Code completion", custom: "By hand" };
 const field = (name) => document.querySelector(`#plan-${name}`);
 const said = (text) => (document.querySelector("#plan-status").textContent = text);
@@ -115,7 +115,7 @@ function showCustom() {
 function setLimits() {
   const limits = options.workloads[field("workload").value];
   showCustom();
-  if (limits) for (const name of ["ttft_ms", "tpot_ms"]) field(name).value = limits[name] ?? "";
+  if (limits) for (const name of ["ttft_ms", "itl_ms"]) field(name).value = limits[name] ?? "";
 }
 
 function setPrice() {
@@ -236,7 +236,7 @@ function show(answer, text) {
     return tile(`${title}, ${best.judged}`, `${short(first)} ms`, Object.entries(others).map(([point, ms]) => `${point} ${short(ms)}`).join(", "), best.mark);
   };
   document.querySelector("#plan-tiles").replaceChildren(
-    tile("Requests/s", short(best.requests_per_s), best.offered_requests_per_s === null ? "with all rows in use" : `${short(best.offered_requests_per_s)} asked`, best.mark),
+    tile("Requests/s", short(best.requests_per_s), answer.holds ?? (best.offered_requests_per_s === null ? "with all rows in use" : `${short(best.offered_requests_per_s)} asked`), best.mark),
     tile("Output tokens/s", short(best.output_tokens_per_s), `${short(best.total_tokens_per_s)} with prompts`, best.mark),
     latency("TTFT", "ttft"),
     latency("ITL", "itl"),
@@ -254,7 +254,7 @@ function show(answer, text) {
   ].map(([name, bytes]) => tableRow(name, `${(bytes / BYTES_PER_GIB).toFixed(2)} GiB`, memory.mark)));
   document.querySelector("#plan-tried").replaceChildren(...answer.tried.map((one) => tableRow(
     `${one.replicas} × ${one.tensor_parallel_size}`, one.max_num_seqs, one.max_num_batched_tokens, short(one.requests_per_s), short(one.output_tokens_per_s),
-    short(one.latencies_ms.ttft[one.judged]), short(one.latencies_ms.tpot[one.judged]), one.meets_slo ? "yes" : "no")));
+    short(one.latencies_ms.ttft[one.judged]), short(one.latencies_ms.itl[one.judged]), one.meets_slo ? "yes" : "no")));
 }
 
 function showApis(cost) {

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from batcher.request import Targets
 from scripts.lab import scenarios
+from scripts.lab.load.client import Outcome
 from scripts.lab.load.goodput import MOST_TRIALS, PRECISION, Trial, best_of, find_rate, passes
 from scripts.lab.load.scenarios import SCENARIOS, Size
 from scripts.lab.load.workload import BenchRequest
@@ -92,3 +95,15 @@ def test_a_scenario_from_its_servers_to_its_table(fast_servers, tmp_path, capsys
     assert all(row["completed"] and not row["failed"] for row in rows.values())
     printed = capsys.readouterr().out
     assert "time to the first token, with / without cache (TTFT mean): " in printed
+
+
+def test_requests_within_targets_by_hand():
+    """A request of 100 gaps may have one that is late; one without a token failed."""
+    on_time = Outcome(start=1.0, chunk_times=[1.5 + 0.02 * i for i in range(101)])
+    once_late = replace(on_time, chunk_times=[*on_time.chunk_times[:-1], 99.0])
+    twice_late = replace(on_time, chunk_times=[*on_time.chunk_times[:-2], 98.0, 99.0])
+    begins_late = replace(on_time, start=0.9)
+    failed = Outcome(start=1.0, error="no")
+    targets = Targets(ttft_ms=550, itl_ms=50)
+    shares = [scenarios.within([each], targets) for each in (on_time, once_late, twice_late, begins_late, failed)]
+    assert shares == [1, 1, 0, 0, 0]

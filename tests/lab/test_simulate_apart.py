@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from batcher.step_times import PerTokenEstimate
 from scripts.lab import plan
 from scripts.lab.simulation.apart import simulate_apart
-from scripts.lab.simulation.machine import Machine, PerToken, SimulatedRequest, simulate
+from scripts.lab.simulation.machine import Machine, SimulatedRequest, simulate
 
-MACHINE = Machine(cost=PerToken(0.01, 0.0001), page_size=64, num_pages=2048)
+MACHINE = Machine(cost=PerTokenEstimate(0.01, 0.0001), page_size=64, num_pages=2048)
 
 
 def chats(count: int, every_s: float) -> list[SimulatedRequest]:

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from batcher.step_times import PerTokenEstimate
 from scripts.lab import plan, simulate
-from scripts.lab.simulation.machine import Machine, PerToken, SimulatedRequest
+from scripts.lab.simulation.machine import Machine, SimulatedRequest
 from scripts.lab.simulation.machine import simulate as run
 from scripts.lab.simulation.models import Fleet, among, apart, asleep, together
 from tests.lab.test_simulate import cells
 
-COST = PerToken(0.01, 0.0)  # each step
+COST = PerTokenEstimate(0.01, 0.0)  # each step
 MACHINE = Machine(cost=COST, page_size=64, num_pages=2048, max_models=3, bring_s=1.0)
 ONE = replace(MACHINE, max_models=0)
 NUM_TOKENS = 20

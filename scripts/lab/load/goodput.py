@@ -30,17 +30,17 @@ def passes(result: dict[str, Any], *, share: float) -> bool:
     return bool(sent) and good >= share * sent
 
 
-def find_rate(attempt: Callable[[float], Trial], *, start: float) -> list[Trial]:
+def find_rate(attempt: Callable[[float], Trial], *, start: float, precision: float = PRECISION) -> list[Trial]:
     """The trials of a search, in their order. The highest rate among those that passed is the one found.
 
     The rate doubles until a trial fails, or halves until one passes. Then the search goes on between the two, on a
-    logarithmic scale, until they differ by `PRECISION`. A server that passes nowhere, or everywhere, ends it after
-    `MOST_TRIALS`.
+    logarithmic scale, until they differ by the factor `precision`. A server that passes nowhere, or everywhere, ends it
+    after `MOST_TRIALS`.
     """
     trials: list[Trial] = []
     passed, failed = 0.0, math.inf
     rate = start
-    while len(trials) < MOST_TRIALS and failed > PRECISION * passed:
+    while len(trials) < MOST_TRIALS and failed > precision * passed:
         trial = attempt(rate)
         trials.append(trial)
         if trial.passed:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from batcher.request import Targets
 from scripts.lab.load.arrivals import arrival_times
 from scripts.lab.load.lengths import Lengths
 from scripts.lab.load.workload import BenchRequest, random_prompts, random_text
@@ -18,6 +19,9 @@ VOCAB_SIZE = 1000  # of the prompts, which are token ids: every model has as man
 TEXT_CHARS = 12  # of a long text, for each token of the context: more than a server takes, so it is cut
 TEXTS_PER_S = 5
 URGENT, PATIENT = 0, 10  # priorities: the lower one runs first
+
+TARGETS = Targets(ttft_ms=2000.0, itl_ms=100.0)
+TARGET_ROUNDS = 3
 
 _UNCACHED = "--no-enable-prefix-caching"
 
@@ -63,6 +67,7 @@ class Scenario:
     needs_capacity: bool = False
     rounds: int = 1
     ratios: tuple[tuple[str, str, str, str], ...] = ()  # text, metric, and the rows whose figures are divided
+    targets: Targets | None = None  # the table says how many requests are within them, in each round
 
 
 def prompts(lengths: np.ndarray, random: np.random.Generator, *, shared: int = 0) -> Sequence[str | list[int]]:
@@ -152,6 +157,28 @@ def _priorities(size: Size, capacity: float, random: np.random.Generator) -> lis
     return rows
 
 
+def _targets(size: Size, capacity: float, random: np.random.Generator) -> list[Variant]:
+    """Chats at six tenths of the capacity, and a long prompt every four seconds. All servers get the same requests."""
+    seconds = size.seconds / TARGET_ROUNDS
+    count = max(2, int(0.6 * capacity * seconds))
+    arrivals = arrival_times(count, rate=0.6 * capacity, burstiness=1.0, random=random)
+    long = np.arange(2.0, max(seconds, 2.1), 4.0)
+    lengths = np.full(len(long), size.scaled(7168))
+    parts = (
+        Part(name="chats", requests=chats(size, count, random), arrivals=arrivals),
+        Part(name="long", requests=[BenchRequest(prompt, 16) for prompt in prompts(lengths, random)], arrivals=long),
+    )
+    return [Variant(name=server, server=server, parts=parts) for server in _target_servers(size)]
+
+
+def _target_servers(size: Size) -> dict[str, str]:
+    """The default, static budgets and the targets."""
+    budgets = {f"{size.scaled(tokens)} tokens": size.scaled(tokens) for tokens in (512, 1024, 2048)}
+    static = {name: f"{_UNCACHED} --max-num-seqs 48 --max-num-batched-tokens {n}" for name, n in budgets.items()}
+    told = f"--target-ttft {TARGETS.ttft_ms:g} --target-itl {TARGETS.itl_ms:g}"
+    return {"default": _UNCACHED, **static, "targets": f"{_UNCACHED} {told}"}
+
+
 def _one_server(size: Size) -> dict[str, str]:
     return {"ours": _UNCACHED}
 
@@ -190,5 +217,12 @@ SCENARIOS = {
         servers=lambda size: {"ours": f"{_UNCACHED} --max-num-seqs 8"},  # so that requests wait
         variants=_priorities,
         needs_capacity=True,
+    ),
+    "targets": Scenario(
+        servers=_target_servers,
+        variants=_targets,
+        needs_capacity=True,
+        rounds=TARGET_ROUNDS,
+        targets=TARGETS,
     ),
 }

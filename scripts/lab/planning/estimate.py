@@ -101,7 +101,9 @@ class Replica:
 
 
 class Estimator(Simulator):
-    """Estimates in place of simulating."""
+    """Estimates in place of simulating. An estimate has no steps in which prompts give way to targets."""
+
+    simulates = False
 
     def __init__(self) -> None:
         self._mixes: dict[tuple[int, bool], Mix] = {}

@@ -34,12 +34,13 @@ CUSTOM = "custom"
 COUNTS = (1, 2, 4, 8, 16)  # chips
 # Kind of traffic -> limits of latency that the form begins with.
 LIMITS: dict[str, dict[str, float]] = {
-    "chat": {"ttft_ms": 500, "tpot_ms": 50},
-    "code": {"ttft_ms": 500, "tpot_ms": 30},
-    "rag": {"ttft_ms": 2000, "tpot_ms": 50},
+    "chat": {"ttft_ms": 500, "itl_ms": 50},
+    "code": {"ttft_ms": 500, "itl_ms": 30},
+    "rag": {"ttft_ms": 2000, "itl_ms": 50},
     "batch": {},
-    "agents": {"ttft_ms": 2000, "tpot_ms": 50},
+    "agents": {"ttft_ms": 2000, "itl_ms": 50},
 }
+TARGET_FLAGS = {"target-ttft": "ttft_ms", "target-itl": "itl_ms"}
 _DOCUMENT = """<!doctype html>
 <html lang="en">
 <head>
@@ -102,13 +103,12 @@ def flags(choice: PlanRequest, served: Sequence[str]) -> list[str]:
     for field, known in (("quantization", FORM_NAMES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
         if getattr(choice, field) not in (None, *known):
             raise ValueError(f"{field}: there are {', '.join(known)}, not {getattr(choice, field)!r}")
-    limits = [f"{name}={value:g}" for name in ("ttft_ms", "tpot_ms") if (value := getattr(choice, name)) is not None]
     given = {
         "target": choice.target,
         "quantization": choice.quantization,
         "kv-cache-dtype": None if choice.kv_cache_dtype == "auto" else choice.kv_cache_dtype,
         "workload": workload,
-        "slo": ",".join(limits) or None,
+        **{flag: None if (ms := getattr(choice, name)) is None else f"{ms:g}" for flag, name in TARGET_FLAGS.items()},
         "request-rate": None if choice.request_rate is None else f"{choice.request_rate:g}",
         "price-per-hour": None if choice.price_per_hour is None else f"{choice.price_per_hour:g}",
     }
@@ -123,13 +123,13 @@ def flags(choice: PlanRequest, served: Sequence[str]) -> list[str]:
 def chosen(args: argparse.Namespace) -> dict[str, Any]:
     """The choice that flags make: the inverse of `flags`."""
     lengths = re.fullmatch(r"(\d+)/(\d+)", args.workload)
-    limits = dict(item.split("=") for item in args.slo.split(",")) if args.slo else {}
     return {
         "model": args.model,
         "target": args.target,
         "workload": CUSTOM if lengths else args.workload,
         **({"prompt_tokens": lengths[1], "output_tokens": lengths[2]} if lengths else {}),
-        **limits,
+        "ttft_ms": args.target_ttft,
+        "itl_ms": args.target_itl,
         "request_rate": args.request_rate,
         "quantization": args.quantization,
         "kv_cache_dtype": args.kv_cache_dtype,

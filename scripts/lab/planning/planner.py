@@ -27,6 +27,7 @@ from scripts.lab.planning.report import (
     chips_lines,
     command,
     cost_lines,
+    holds,
     marked,
     memory_json,
     memory_lines,
@@ -47,7 +48,7 @@ from scripts.lab.planning.sweep import (
     search,
 )
 from scripts.lab.planning.target import Target, parse_target
-from scripts.lab.planning.workload import Workload, parse_objectives, parse_workload
+from scripts.lab.planning.workload import Objectives, Workload, parse_objectives, parse_workload
 
 NAMES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
 COMPILE = ("full", "layers", "none")  # what the target's compiler counts; not given: all layers, if it is installed
@@ -75,6 +76,8 @@ class Planner:
             )
         self._parallel = [asked] if asked is not None else _replica_sizes(self.target)
         self._settings = self._read_settings()
+        if self._settings.targets is not None:
+            self.objectives = Objectives.of(self._settings.targets)
         self._sizes: dict[int, Sizes] = {}
         self.account: Account | None = None  # of `chosen`, if it is compiled
         self.uncompiled: str | None = None  # why there is no account, without --no-compile
@@ -95,10 +98,14 @@ class Planner:
         if self.workload is None:
             return None
         seqs, tokens = limits_to_try(self._settings.max_num_seqs, self._settings.max_num_batched_tokens)
+        if self._settings.targets is not None:  # limits are ceilings
+            seqs, tokens = seqs[:1], tokens[:1]
         refused: list[ValueError] = []
 
         def candidate(chips: int, rows: int, budget: int) -> Candidate | None:
             try:
+                if self._settings.targets is not None:
+                    return self._at_ceilings(chips)
                 return self.candidate(chips, rows, budget)
             except ValueError as error:  # a model that does not fit on so few chips is not a candidate
                 refused.append(error)
@@ -112,6 +119,11 @@ class Planner:
             raise FailedError(self._unmet(found.tried))
         return found
 
+    @property
+    def _keeps_targets(self) -> bool:
+        """Whether an engine that knows its targets is simulated."""
+        return self._method.simulates and self._settings.targets is not None
+
     def _unmet(self, tried: Sequence[Outcome]) -> str:
         """Why none of the outcomes is good enough."""
         rate = self.args.request_rate
@@ -122,7 +134,8 @@ class Planner:
             )
         fastest = min(tried, key=lambda outcome: outcome.latencies["tpot_ms"][outcome.judged], default=None)
         closest = "" if fastest is None else f"; the closest: {outcome_line(fastest)}"
-        return f"nothing on {self.target.name} meets --slo {self.args.slo}{closest}"
+        limits = f"--slo {self.args.slo}" if self.args.slo else self.objectives and self.objectives.described("p99")
+        return f"nothing on {self.target.name} meets {limits}{closest}"
 
     @cached_property
     def chosen(self) -> Candidate:
@@ -167,7 +180,7 @@ class Planner:
     @property
     def num_candidates(self) -> int:
         """At most so many are tried, and each is reported."""
-        return len(self._parallel) + len(SEQS) + len(TOKENS)
+        return len(self._parallel) + (0 if self._settings.targets else len(SEQS) + len(TOKENS))
 
     @property
     def _load(self) -> Load:
@@ -181,10 +194,14 @@ class Planner:
     def _smallest(self) -> Candidate:
         for chips in self._parallel[:-1]:
             try:
-                return self.candidate(chips, self._settings.max_num_seqs, self._settings.max_num_batched_tokens)
+                return self._at_ceilings(chips)
             except ValueError:  # the last one's message is the one that helps
                 continue
-        return self.candidate(self._parallel[-1], self._settings.max_num_seqs, self._settings.max_num_batched_tokens)
+        return self._at_ceilings(self._parallel[-1])
+
+    def _at_ceilings(self, chips: int) -> Candidate:
+        """The limits that are asked for, or those of a server without them."""
+        return self.candidate(chips, self._settings.max_num_seqs, self._settings.max_num_batched_tokens)
 
     def candidate(self, chips: int, rows: int | None, budget: int | None) -> Candidate:
         """Settings of a replica. Raises ValueError if they do not fit its chips."""
@@ -229,6 +246,13 @@ class Planner:
 
     # --- how it is shown ---
 
+    @property
+    def _holds(self) -> str | None:
+        """The rate within targets; None if they are not simulated, or the rate was given."""
+        if self.objectives is None or not self._keeps_targets or self._load != Load():
+            return None
+        return holds(self._best, self.target.name, self.objectives)
+
     def lines(self) -> Iterator[str]:
         """The report."""
         candidate = self.chosen
@@ -247,6 +271,8 @@ class Planner:
             yield outcome_line(outcome)
         within = f", {self.objectives.described(self._best.judged)}" if self.objectives else ""
         yield marked(ESTIMATED, f"best{within}: {command(candidate, self.account)}")
+        if self._holds is not None:
+            yield marked(ESTIMATED, self._holds)
         yield from best_lines(self._best)
         for layout in self.apart:
             yield apart_line(layout, self._best)
@@ -273,6 +299,7 @@ class Planner:
             answer |= {
                 "command": command(candidate, self.account),
                 "best": outcome_json(self._best),
+                "holds": self._holds,
                 "tried": [outcome_json(outcome) for outcome in self.found.tried],
                 "apart": [{**asdict(layout), "mark": ESTIMATED} for layout in self.apart],
                 "workload": self.workload.name if self.workload else None,

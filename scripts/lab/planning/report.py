@@ -14,7 +14,7 @@ from scripts.lab.planning.cost import Cost
 from scripts.lab.planning.memory import GIB, Account, MemoryPlan, Sizes
 from scripts.lab.planning.roofline import Roofline
 from scripts.lab.planning.sweep import Candidate, Outcome
-from scripts.lab.planning.workload import METRICS
+from scripts.lab.planning.workload import METRICS, Objectives
 
 MIB = 1 << 20
 COUNTED = "counted"  # from shapes and published figures
@@ -150,6 +150,13 @@ def apart_line(apart: Apart, together: Outcome) -> str:
     )
 
 
+def holds(outcome: Outcome, target: str, objectives: Objectives) -> str:
+    """The rate at which an engine that knows its targets keeps them."""
+    names = "/".join(name.removesuffix("_ms").upper() for name in objectives.limits)
+    limits = "/".join(f"{limit:g}" for limit in objectives.limits.values())
+    return f"{target} holds {outcome.offered_per_s:.1f} requests/s within {limits} ms ({names}, {outcome.judged})"
+
+
 def best_lines(outcome: Outcome) -> Iterator[str]:
     """The chosen settings under their load."""
     yield marked(
@@ -199,8 +206,17 @@ def command(candidate: Candidate, account: Account | None) -> str:
     if settings.kv_cache_dtype != "auto":
         words += ["--kv-cache-dtype", settings.kv_cache_dtype]
     words += ["--max-model-len", str(candidate.memory.max_model_len)]
-    words += ["--max-num-seqs", str(buckets.max_num_seqs)]
-    words += ["--max-num-batched-tokens", str(buckets.max_num_batched_tokens)]
+    limits: dict[str, float | None]
+    if (targets := settings.targets) is None:
+        limits = {"max-num-seqs": buckets.max_num_seqs, "max-num-batched-tokens": buckets.max_num_batched_tokens}
+    else:  # limits are ceilings, and need not be given
+        limits = {
+            "max-num-seqs": settings.max_num_seqs, "max-num-batched-tokens": settings.max_num_batched_tokens,
+            "target-itl": targets.itl_ms, "target-ttft": targets.ttft_ms,
+            "target-percentile": None if settings.target_percentile == 99 else settings.target_percentile,
+        }  # fmt: skip
+    for name, value in limits.items():
+        words += [] if value is None else [f"--{name}", f"{value:.10g}"]
     words += ["--tensor-parallel-size", str(candidate.sizes.chips)]
     if account is not None or settings.num_pages is not None:
         words += ["--num-pages", str(candidate.memory.num_pages)]

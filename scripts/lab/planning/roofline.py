@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from batcher.scheduling.step_plan import StepPlan
 from model.config import LlamaConfig
 from model.quantization.forms import Rounding
 from pallas_kernels.chips import EIGHT_BIT_SPEED
@@ -35,13 +34,6 @@ class Roofline(WithAttention):
     rounding: Rounding | None = None  # of the inputs of projections
     data_sheet_bytes_per_s: float = 0.0
     measured: Mapping[int, float] = field(default_factory=dict, hash=False)  # of `MEASURED_SHARES`; empty: none
-
-    def __call__(self, plan: StepPlan) -> float:
-        pairs, tokens = 0.0, 0
-        for seq, count in zip(plan.rows, plan.q_lens, strict=True):
-            tokens += seq.num_computed
-            pairs += count * (seq.num_computed - (count - 1) / 2)
-        return self.seconds(plan.bucket.num_tokens, plan.bucket.num_rows, kv_tokens=tokens, pairs=pairs)
 
     def decode_seconds(self, num_rows: int, context: int) -> float:
         """The seconds of a decode of rows of one length."""

@@ -11,7 +11,8 @@ from scripts.flags.settings import EngineSettings
 from scripts.lab.planning.memory import MemoryPlan, Sizes
 from scripts.lab.planning.roofline import HOST_ROW_S, HOST_STEP_S
 from scripts.lab.planning.workload import DEFAULT_PERCENTILE, METRICS, Objectives, Workload, arriving
-from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, simulate
+from scripts.lab.simulation.goodput import START_RATE, highest_rate
+from scripts.lab.simulation.machine import NO_TARGETS, Machine, Result, SimulatedRequest, simulate
 from scripts.lab.simulation.models import among
 
 SEQS = (256, 64, 128, 512)
@@ -131,6 +132,8 @@ class Load:
 class Simulator:
     """Runs the server's own scheduler in simulated time."""
 
+    simulates = True
+
     def measure(
         self,
         candidate: Candidate,
@@ -156,11 +159,14 @@ class Simulator:
             in_flight = rows if concurrency is None else max(1, -(-concurrency // replicas))
         else:
             requests = arriving(requests, rate / replicas)
+        targets = candidate.settings.targets
         result = simulate(
             requests,
             candidate.machine,
             prefix_caching=candidate.settings.enable_prefix_caching,
             max_concurrency=in_flight,
+            targets=targets or NO_TARGETS,
+            follows_targets=targets is not None,
         )
         return _outcome(candidate, requests, result, rate, objectives)
 
@@ -181,7 +187,9 @@ def _outcome(
     inputs_per_request = sum(request.num_prompt for request in requests) / len(requests)
     requests_per_s = tokens_per_s / outputs_per_request
     found = latencies(result, begin, [objectives.percentile] if objectives else [])
-    met = objectives is None or objectives.met({name: found[name][f"p{objectives.percentile:g}"] for name in METRICS})
+    met = result.keeps_targets
+    if objectives is not None and candidate.settings.targets is None:
+        met = objectives.met({name: found[name][f"p{objectives.percentile:g}"] for name in METRICS})
     return Outcome(
         candidate=candidate,
         offered_per_s=rate,
@@ -222,7 +230,7 @@ def latencies(result: Result, begin_s: float, more: Sequence[float]) -> dict[str
     return {name: {f"p{p:g}": float(np.percentile(values[name] or [0.0], p)) * 1e3 for p in points} for name in METRICS}
 
 
-def best_rate(
+def _rates(
     method: Simulator, candidate: Candidate, workload: Workload, objectives: Objectives, *, above: float = 0.0
 ) -> Iterator[Outcome]:
     """Outcomes at rates that close in on the highest one within the objectives. The best that meets them counts.
@@ -230,6 +238,9 @@ def best_rate(
     Args:
         above: a rate that another candidate reaches: without more than it, the search ends after its first step.
     """
+    if candidate.settings.targets is not None and method.simulates:
+        yield from _rates_within_targets(method, candidate, workload, objectives, above)
+        return
     saturated = method.measure(candidate, workload, rate=None, objectives=None).requests_per_s
     low, high = 0.0, saturated * MAX_LOAD
     if above:
@@ -249,6 +260,20 @@ def best_rate(
         low, high = (middle, high) if outcome.meets else (low, middle)
 
 
+def _rates_within_targets(
+    method: Simulator, candidate: Candidate, workload: Workload, objectives: Objectives, above: float
+) -> Iterator[Outcome]:
+    """As `_rates`, for an engine that knows the targets: found as `lab simulate` does."""
+    tried: list[Outcome] = []
+
+    def keeps(rate: float) -> bool:
+        tried.append(method.measure(candidate, workload, rate=rate, objectives=objectives))
+        return tried[-1].meets
+
+    highest_rate(keeps, start=START_RATE * candidate.num_replicas, above=above)
+    yield from tried
+
+
 def capacity(
     method: Simulator, candidate: Candidate, workload: Workload, objectives: Objectives | None, reached: Outcome
 ) -> float:
@@ -260,7 +285,7 @@ def capacity(
     if objectives is None:
         outcomes = [method.measure(candidate, workload, rate=None, objectives=None)]
     else:
-        outcomes = [outcome for outcome in best_rate(method, candidate, workload, objectives) if outcome.meets]
+        outcomes = [outcome for outcome in _rates(method, candidate, workload, objectives) if outcome.meets]
     return max(outcome.total_tokens_per_s for outcome in (*outcomes, reached))
 
 
@@ -319,7 +344,7 @@ def _outcomes(
             candidate, workload, rate=load.request_rate, concurrency=load.max_concurrency, objectives=objectives
         )
     else:
-        yield from best_rate(method, candidate, workload, objectives, above=_rate(best) if best else 0.0)
+        yield from _rates(method, candidate, workload, objectives, above=_rate(best) if best else 0.0)
 
 
 def _is_better(outcome: Outcome, best: Outcome | None) -> bool:

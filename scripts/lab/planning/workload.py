@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from batcher.request import Targets
 from scripts.lab.load.arrivals import arrival_times
 from scripts.lab.load.lengths import Lengths, Trace
 from scripts.lab.load.presets import TRAFFIC, Traffic
@@ -104,6 +105,15 @@ class Objectives:
 
     limits: dict[str, float]
     percentile: float = DEFAULT_PERCENTILE
+
+    @classmethod
+    def of(cls, targets: Targets) -> Objectives:
+        """The engine's own targets."""
+        limits = {"itl_ms": targets.itl_ms, "ttft_ms": targets.ttft_ms}
+        return cls(
+            limits={name: limit for name, limit in limits.items() if limit is not None},
+            percentile=100 * targets.percentile,
+        )
 
     def met(self, figures: dict[str, float]) -> bool:
         """`figures`: the percentile of each metric."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from batcher.config import EngineConfig
 from batcher.core import EngineCore
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.page_store import Offloading, PageSource
-from batcher.request import Request, RequestOutput, SamplingParams
+from batcher.request import Request, RequestOutput, SamplingParams, Targets
 from batcher.requests.admission import make_request_state
 from batcher.requests.live_requests import Staged
 from batcher.requests.page_mover import Loaded, Saved
@@ -25,12 +26,15 @@ from batcher.scheduling.page_moves import PageLoad
 from batcher.scheduling.request_state import RequestState
 from batcher.scheduling.step_plan import StepPlan
 from batcher.step import Capacity, StepOutput, WeightsKind
+from batcher.step_times import PerTokenEstimate, StepEstimate
 from scripts.lab.simulation.instant_runner import NO_PAGES, TOKEN, InstantRunner
 
 EOS = 1
 # Of an engine that fetches pages: it waits for them, however long they take.
 _SOURCE = PageSource(address="", key="", token=b"", keep_s=math.inf)
 VOCAB_SIZE = 1 << 20  # its last tokens are those of prefixes that requests share
+NO_TARGETS = Targets()
+DEFAULT_COST = PerTokenEstimate(0.008, 0.00002)  # of a step on the device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,31 +48,7 @@ class SimulatedRequest:
     num_shared: int = 0  # leading tokens of the prompt that all requests with the same `prefix` have in common
     prefix: int = 0
     model: int = 0  # 0: the one that is always on the device
-
-
-@dataclass(frozen=True)
-class PerToken:
-    """A step that takes a constant time, and a time for each padded token."""
-
-    step_s: float
-    token_s: float
-
-    def __call__(self, plan: StepPlan) -> float:
-        return self.step_s + self.token_s * plan.bucket.num_tokens
-
-
-@dataclass(frozen=True)
-class WithAttention:
-    """A step whose chunks of prompts also take the time of their attention: at a context of `even_context` tokens as
-    long as their products."""
-
-    step_s: float
-    token_s: float
-    even_context: float
-
-    def __call__(self, plan: StepPlan) -> float:
-        pairs = sum((chunk.start + chunk.count / 2) * chunk.count for chunk in plan.chunks)
-        return self.step_s + self.token_s * (plan.bucket.num_tokens + pairs / self.even_context)
+    ttft_ms: float | None = None  # its own target; None: that of all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +61,7 @@ class Machine:
     num_pages: int = 1024
     page_size: int = 64  # tokens
     min_decode_rows: int = 1
-    cost: Callable[[StepPlan], float] = PerToken(0.008, 0.00002)  # seconds of a step on the device
+    cost: StepEstimate = DEFAULT_COST
     # Seconds of the host per step and per row of it. With two steps in flight they pass while the device runs.
     host_step_s: float = 0.0
     host_row_s: float = 0.0
@@ -127,6 +107,10 @@ class Result:
     ttft: list[float] = field(default_factory=list)
     served: list[Served] = field(default_factory=list)  # in the order of their ends
     token_times: list[float] = field(default_factory=list)  # of all output tokens, ascending
+    num_late_first: int = 0  # first tokens that came later than the target
+    num_late: int = 0  # other tokens
+    num_within: int = 0  # requests within their targets, as the engine counts them
+    keeps_targets: bool = True  # so few tokens were late that the percentile is kept
 
     @property
     def worst_itl(self) -> float:
@@ -135,11 +119,20 @@ class Result:
 
 
 class SimulatedEngine:
-    """The engine's core on a machine, with a time of its own. The other arguments are as of `simulate`.
+    """The engine's core on a machine, with a time of its own.
 
     Args:
+        forecast: used by admission; None: the scheduler's own.
+        max_stalls: steps that a decode may wait for a page before another request is preempted; None: the scheduler's.
+        even_context: of the scheduler's budget, see `StepBudget`.
+        max_concurrency: requests in the server at once. The next one is sent when another has ended, and counts as
+            arrived then. None: there is no limit.
         fetched_page_s: the full pages of all prompts come from another engine, one after the other, in so many seconds
             each; None: this engine computes them.
+        targets: by which tokens count as late.
+        follows_targets: the engine is told of them.
+        ends_early: as soon as too many tokens are late to keep them.
+        adapt: called before each step is planned.
     """
 
     def __init__(
@@ -154,8 +147,14 @@ class SimulatedEngine:
         max_concurrency: int | None = None,
         max_steps: int = 1_000_000,
         fetched_page_s: float | None = None,
+        targets: Targets = NO_TARGETS,
+        follows_targets: bool = False,
+        ends_early: bool = False,
+        adapt: Callable[[EngineCore, Result], None] | None = None,
     ) -> None:
         self.result = Result()
+        self._targets, self._follows_targets, self._ends_early = targets, follows_targets, ends_early
+        self._adapt = adapt
         self._machine = machine
         self._capacity = Capacity(
             num_slots=machine.max_num_seqs,
@@ -177,6 +176,8 @@ class SimulatedEngine:
             even_context=even_context, seed=0,
             offloading=None if fetched_page_s is None else Offloading(host_bytes=1, remote=_AllPages()),
         )  # fmt: skip
+        if follows_targets:
+            config = replace(config, targets=targets, step_estimate=machine.cost)
         self.core = EngineCore(InstantRunner(self._capacity), config, BucketLadder(limits), lambda: self.now)
         if forecast is not None:
             self.core.scheduler.forecast = forecast
@@ -185,18 +186,22 @@ class SimulatedEngine:
         self.now = 0.0
         self._max_concurrency = max_concurrency
         self._max_steps = max_steps
-        self._wanted: dict[str, int] = {}  # output tokens of each request
+        self._wanted: dict[str, SimulatedRequest] = {}
         self._coming: deque[tuple[int, SimulatedRequest]] = deque()
         self._ends: deque[float] = deque()  # of the steps in flight
         self._page_s = fetched_page_s
         self._loads: deque[tuple[float, PageLoad]] = deque()  # and when their pages have come
         self._brought: deque[tuple[float, WeightsKind, int]] = deque()  # weights, and when they have come
         self._last_heard: dict[str, float] = {}
+        self._num_late: defaultdict[str, int] = defaultdict(int)  # tokens of each request
+        self._num_requests = self._num_pauses = 0
 
     def add(self, number: int, request: SimulatedRequest) -> None:
         """The request is sent, and arrives at its time. Numbers are those of the run, and times only grow."""
-        self._wanted[str(number)] = request.num_output
+        self._wanted[str(number)] = request
         self._coming.append((number, request))
+        self._num_requests += 1
+        self._num_pauses += request.num_output - 1
 
     @property
     def is_idle(self) -> bool:
@@ -221,9 +226,11 @@ class SimulatedEngine:
             self.now = max(self.now, self._ends.popleft())
             delivery = self.core.complete(_drawn(self.core, self._wanted))
             for sequence, output in chain(delivery.outputs, delivery.plain_outputs()):
-                _hear(self.result, self._last_heard, sequence, output, self.now)
+                self._hear(sequence, output)
                 if hear is not None:
                     hear(sequence, output)
+            if self._ends_early and not self._keeps_targets():
+                return
 
     def _others(self) -> Iterator[tuple[float, Callable[[], object]]]:
         """What happens next besides the end of a step, and when."""
@@ -273,15 +280,18 @@ class SimulatedEngine:
         most = self._max_concurrency
         while coming and coming[0][1].arrival_s <= self.now and (most is None or len(core.requests.sequences) < most):
             number, request = coming.popleft()
-            core.requests.add(
-                _sequence(number, request, self._capacity, request.arrival_s if most is None else self.now)
-            )
+            arrived_s = request.arrival_s if most is None else self.now
+            core.requests.add(_sequence(number, request, self._capacity, arrived_s, self._told(request)))
         return True
 
     def _dispatch(self) -> None:
         core, machine, ends, result = self.core, self._machine, self._ends, self.result
-        while core.can_dispatch() and (step := core.dispatch()) is not None:
-            cost = machine.cost(step.plan)
+        while core.can_dispatch():
+            if self._adapt is not None:
+                self._adapt(core, result)
+            if (step := core.dispatch()) is None:
+                break
+            cost = _seconds(step.plan, machine.cost)
             self.now += machine.host_step_s + machine.host_row_s * len(step.plan.rows)
             ends.append(max(self.now, ends[-1] if ends else 0.0) + cost)
             result.num_steps += 1
@@ -295,6 +305,46 @@ class SimulatedEngine:
         if result.num_steps > self._max_steps:
             raise RuntimeError(f"the workload takes more than {self._max_steps} steps")
 
+    def _told(self, request: SimulatedRequest) -> Targets | None:
+        """What a request itself says of its targets."""
+        return None if request.ttft_ms is None or not self._follows_targets else self._targets_of(request)
+
+    def _targets_of(self, request: SimulatedRequest) -> Targets:
+        return self._targets if request.ttft_ms is None else replace(self._targets, ttft_ms=request.ttft_ms)
+
+    def _hear(self, sequence: RequestState, output: RequestOutput) -> None:
+        result, now, name = self.result, self.now, sequence.request_id
+        targets = self._targets_of(self._wanted[name])
+        result.output_tokens += len(output.token_ids)
+        result.token_times += [now] * len(output.token_ids)
+        before = self._last_heard.get(name)
+        if before is None:
+            result.ttft.append(now - sequence.arrived_s)
+            result.num_late_first += _is_late(now - sequence.arrived_s, targets.ttft_ms)
+        else:
+            result.itl.append(now - before)
+            is_late = _is_late(now - before, targets.itl_ms)
+            result.num_late += is_late
+            self._num_late[name] += is_late
+        self._last_heard[name] = now
+        if output.finish_reason is None:
+            return
+        served = Served(
+            arrived_s=sequence.arrived_s,
+            first_s=sequence.first_token_s,
+            last_s=now,
+            num_prompt=sequence.num_prompt,
+            num_output=len(sequence.output),
+        )
+        result.served.append(served)
+        del self._last_heard[name]
+        result.num_within += targets.are_kept(served.ttft, served.num_output - 1, self._num_late.pop(name, 0))
+
+    def _keeps_targets(self) -> bool:
+        """Whether the share of late tokens can still be as small as it must."""
+        result, late = self.result, 1 - self._targets.percentile
+        return result.num_late_first <= late * self._num_requests and result.num_late <= late * self._num_pauses
+
     def finish(self) -> Result:
         """Runs to the end of all requests."""
         self.run_until(math.inf)
@@ -302,39 +352,24 @@ class SimulatedEngine:
         self.result.num_preemptions = self.core.scheduler.num_preemptions
         if self.core.scheduler.models is not None:
             self.result.num_brought = self.core.scheduler.models.num_brought
+        self.result.keeps_targets = self._keeps_targets()
+        if self.core.requests.sequences and (self.result.keeps_targets or not self._ends_early):
+            raise RuntimeError(f"{len(self.core.requests.sequences)} requests have not ended, and no step can run")
         self.core.scheduler.check_integrity()
         return self.result
 
 
-def simulate(
-    requests: Sequence[SimulatedRequest],
-    machine: Machine,
-    *,
-    forecast: Forecast | None = None,
-    max_stalls: int | None = None,
-    prefix_caching: bool = True,
-    long_prompts: LongPrompts = ANY_LENGTH,
-    even_context: float = math.inf,
-    max_concurrency: int | None = None,
-    max_steps: int = 1_000_000,
-) -> Result:
+def simulate(requests: Sequence[SimulatedRequest], machine: Machine, **options: Any) -> Result:
     """Runs a workload to its end.
 
     Args:
         requests: in the order of their arrival.
-        max_concurrency: requests in the server at once. The next one is sent when another has ended, and counts as
-            arrived then. None: there is no limit.
-        even_context: of the scheduler's budget, see `StepBudget`.
-        forecast: used by admission; None: the scheduler's own.
-        max_stalls: steps that a decode may wait for a page before another request is preempted; None: the scheduler's.
+        options: of `SimulatedEngine`.
 
     Raises:
         RuntimeError: the workload takes more than `max_steps` steps.
     """
-    engine = SimulatedEngine(
-        machine, forecast=forecast, max_stalls=max_stalls, prefix_caching=prefix_caching,
-        long_prompts=long_prompts, even_context=even_context, max_concurrency=max_concurrency, max_steps=max_steps,
-    )  # fmt: skip
+    engine = SimulatedEngine(machine, **options)
     for number, request in enumerate(requests):
         engine.add(number, request)
     return engine.finish()
@@ -366,7 +401,9 @@ class _AllPages:
     def close(self) -> None: ...
 
 
-def _sequence(number: int, request: SimulatedRequest, capacity: Capacity, arrived_s: float) -> RequestState:
+def _sequence(
+    number: int, request: SimulatedRequest, capacity: Capacity, arrived_s: float, targets: Targets | None
+) -> RequestState:
     room = capacity.max_model_len - request.num_prompt
     sampling = SamplingParams(max_tokens=min(request.max_tokens or room, room), temperature=0.0, seed=0)
     return make_request_state(
@@ -376,6 +413,7 @@ def _sequence(number: int, request: SimulatedRequest, capacity: Capacity, arrive
             sampling=sampling,
             model=request.model,
             source=_SOURCE,
+            targets=targets,
         ),
         lambda _output: None,
         capacity=capacity,
@@ -389,32 +427,21 @@ def _nothing() -> None:
     """Only the time goes on."""
 
 
-def _drawn(core: EngineCore, wanted: dict[str, int]) -> StepOutput:
+def _drawn(core: EngineCore, wanted: Mapping[str, SimulatedRequest]) -> StepOutput:
     """The tokens of the oldest step in flight."""
     plan = core.in_flight[0].plan
-    tokens = [EOS if len(seq.output) + 1 >= wanted[seq.request_id] else TOKEN for seq in plan.rows]
+    tokens = [EOS if len(seq.output) + 1 >= wanted[seq.request_id].num_output else TOKEN for seq in plan.rows]
     return StepOutput(tokens=np.array(tokens, np.int32)[:, None], finite=np.ones(len(tokens), bool))
 
 
-def _hear(
-    result: Result, last_heard: dict[str, float], sequence: RequestState, output: RequestOutput, now: float
-) -> None:
-    result.output_tokens += len(output.token_ids)
-    result.token_times += [now] * len(output.token_ids)
-    before = last_heard.pop(sequence.request_id, None)
-    if before is None:
-        result.ttft.append(now - sequence.arrived_s)
-    else:
-        result.itl.append(now - before)
-    if output.finish_reason is None:
-        last_heard[sequence.request_id] = now
-        return
-    result.served.append(
-        Served(
-            arrived_s=sequence.arrived_s,
-            first_s=sequence.first_token_s,
-            last_s=now,
-            num_prompt=sequence.num_prompt,
-            num_output=len(sequence.output),
-        )
-    )
+def _seconds(plan: StepPlan, cost: StepEstimate) -> float:
+    """The time of a step on the device."""
+    pairs, tokens = 0.0, 0
+    for seq, count in zip(plan.rows, plan.q_lens, strict=True):
+        tokens += seq.num_computed
+        pairs += count * (seq.num_computed - (count - 1) / 2)
+    return cost.seconds(plan.bucket.num_tokens, plan.bucket.num_rows, kv_tokens=tokens, pairs=pairs)
+
+
+def _is_late(waited_s: float, target_ms: float | None) -> bool:
+    return target_ms is not None and waited_s * 1e3 > target_ms

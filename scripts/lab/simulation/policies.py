@@ -1,4 +1,4 @@
-"""Admission policies for a comparison with the scheduler's own forecast."""
+"""Other policies, for a comparison with the scheduler's own: of admission, and of the tokens of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from batcher.core import EngineCore
 from batcher.scheduling.request_state import RequestState
+from batcher.scheduling.scheduler import Scheduler
+from batcher.step_budget import StepBudget
+from scripts.lab.simulation.machine import Result
 
 
 class AdmitIfFree:
@@ -59,3 +63,43 @@ class _ExactOutlook:
 
     def add(self, sequence: RequestState) -> None:
         self._sequences.append(sequence)
+
+
+class PrefillPressure:
+    """P-PAS, vLLM's RFC 52906: a step has the smaller of two budgets while a request decodes and two or more prompts
+    are computed or wait."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least, self._most = least, most
+
+    def __call__(self, core: EngineCore, result: Result) -> None:
+        scheduler = core.scheduler
+        num_decodes = sum(seq.decoding for seq in scheduler.running)
+        num_prompts = len(scheduler.running) - num_decodes + scheduler.num_waiting
+        _set_budget(scheduler, self._least if num_decodes and num_prompts >= 2 else self._most)
+
+
+class Feedback:
+    """A budget that follows the measured pauses: a tenth less after one that is longer than the limit, and 2% more
+    after others.
+
+    Args:
+        itl_s: the limit.
+    """
+
+    def __init__(self, itl_s: float, least: int, most: int) -> None:
+        self._itl_s, self._least, self._most = itl_s, least, most
+        self._budget, self._num_seen = float(most), 0
+
+    def __call__(self, core: EngineCore, result: Result) -> None:
+        if len(result.itl) > self._num_seen:
+            factor = 0.9 if max(result.itl[self._num_seen :]) > self._itl_s else 1.02
+            self._budget = min(max(self._budget * factor, self._least), self._most)
+            self._num_seen = len(result.itl)
+        _set_budget(core.scheduler, int(self._budget))
+
+
+def _set_budget(scheduler: Scheduler, tokens: int) -> None:
+    """The next step has at most so many tokens: at least one for each row, and one of a prompt."""
+    scheduler.token_budget = max(tokens, len(scheduler.running) + 1)
+    scheduler.step_budget = StepBudget(tokens=scheduler.token_budget)

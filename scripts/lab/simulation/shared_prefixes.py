@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from batcher.step_times import PerTokenEstimate
 from scripts.lab.load.arrivals import arrival_times
-from scripts.lab.simulation.machine import Machine, PerToken, SimulatedRequest
+from scripts.lab.simulation.machine import Machine, SimulatedRequest
 from scripts.lab.simulation.replicas import Replicas, simulate_replicas
 from scripts.lab.simulation.routers import ROUTERS
 
@@ -56,7 +57,7 @@ class Case:
     def machine(self) -> Machine:
         """A prompt of 1,000 tokens takes a tenth of a second, a step at least 8 ms."""
         num_pages = int(self.pool * NUM_PREFIXES * PREFIX_TOKENS) // 64
-        return Machine(num_pages=num_pages, page_size=64, cost=PerToken(0.008, 0.0001))
+        return Machine(num_pages=num_pages, page_size=64, cost=PerTokenEstimate(0.008, 0.0001))
 
 
 CASES = {

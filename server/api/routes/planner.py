@@ -49,7 +49,7 @@ class PlanRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
     output_tokens: Tokens | None = None
     request_rate: Positive | None = None  # per second; None: the highest within the limits of latency
     ttft_ms: Positive | None = None
-    tpot_ms: Positive | None = None
+    itl_ms: Positive | None = None
     quantization: Name | None = None
     kv_cache_dtype: Name | None = None
     price_per_hour: Positive | None = None  # for all chips together
