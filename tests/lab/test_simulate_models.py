@@ -11,6 +11,7 @@ import pytest
 
 from batcher.step_times import PerTokenEstimate
 from scripts.lab import plan, simulate
+from scripts.lab.planning import fleets
 from scripts.lab.simulation.machine import Machine, SimulatedRequest
 from scripts.lab.simulation.machine import simulate as run
 from scripts.lab.simulation.models import Fleet, among, apart, asleep, together
@@ -97,16 +98,19 @@ def test_the_share_within_targets_by_hand() -> None:
     assert fleet.percentiles(50)[0] == [pytest.approx(0.01 + 1.5)]
 
 
-def test_the_command_compares_the_ways_per_chip(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--models", "3", "--targets", "h200", "--num-requests", "40", "--resident", "0", "3"]
+def test_the_command_compares_the_ways_per_chip(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At one rate: a search takes minutes."""
+    monkeypatch.setattr(simulate, "LEAST_REQUESTS", 12)
+    monkeypatch.setattr(fleets, "find_rate", lambda attempt, start: [attempt(start)])
+    flags = ["--models", "3", "--targets", "h200", "--seconds", "10", "--resident", "0", "3", "--share", "0.1"]
     assert simulate.main(flags) == 0
     rows = cells(capsys.readouterr().out)
     assert [row[1] for row in rows] == ["evenly"] * 3 + ["Zipf"] * 3
-    ways = ["one engine, 3 of 3 on the device", "3 processes that sleep", "3 chips"]
-    assert [row[2] for row in rows] == ways * 2
-    assert [row[3] for row in rows] == ["1", "1", "3"] * 2
-    for engine, sleeping, _ in (rows[:3], rows[3:]):
-        assert float(engine[6]) > float(sleeping[6]) > 0
+    assert [row[2] for row in rows] == ["one engine, 3 of 3 on the device", "3 processes that sleep", "3 chips"] * 2
+    assert [(row[3], row[4]) for row in rows] == [("1", "0.500"), ("1", "0.500"), ("3", "1.500")] * 2
+    assert all(float(row[6]) == pytest.approx(0.5 * float(row[5].rstrip("%")) / 100, abs=0.01) for row in rows)
 
 
 # --- the planner ---
