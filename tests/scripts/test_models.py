@@ -287,7 +287,7 @@ def test_a_name_that_is_loaded_again_leaves_its_running_requests_their_weights(f
     place = shutil.copytree(folders["one"], tmp_path / "changing")
     with an_llm(folders | {"changing": place}, ("changing", "two"), max_resident_models=4) as llm:
         before = texts(llm, ("changing", "two"))
-        running = send(llm, "changing", PROMPTS[0], num_tokens=50)
+        running = send(llm, "changing", PROMPTS[0], num_tokens=50, number=9)
         assert "is loaded already" in ask(llm, wire.LoadModel("changing", str(place))).error
         shutil.copyfile(folders["two"] / "model.safetensors", tmp_path / "new")
         (tmp_path / "new").replace(place / "model.safetensors")
