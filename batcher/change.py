@@ -19,11 +19,13 @@ class Change:
         on_done: gets the error of `work`, or None, on the engine's thread.
         serves_after: tells whether steps go on after `work`. If not, requests wait for a later change. So a change may
             have two halves, such as one that prepares and one that commits, and no step runs between them.
+        frees_device: the device's memory is for others after it.
     """
 
     work: Callable[[], None]
     on_done: OnDone
     serves_after: Callable[[], bool] = lambda: True
+    frees_device: bool = False
 
 
 class PauseMode(Enum):

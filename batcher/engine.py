@@ -140,6 +140,10 @@ class Engine:
         self._deferred_programs, self._report = DeferredPrograms(self.ladder, left), report
         self.core.warmed_up(self._deferred_programs)
 
+    def number_from(self, first: int) -> None:
+        """Numbers the requests from `first` on. Call it before the first request."""
+        self._inbox.next_number = first
+
     def listen(self, on_tokens: Callable[[Tokens], None]) -> None:
         """Sends the plain tokens of all requests in a step to `on_tokens` in one call, after the step's other outputs.
         Call it before the first request. Without it, the `on_output` of each request gets the request's own tokens."""

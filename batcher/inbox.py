@@ -78,7 +78,7 @@ class Inbox:
         self._news: list[InboxItem] = []  # in the order of arrival, so an abort never comes before its request
         self._results: list[Result] = []  # results of steps in flight, in order
         self._num_hurried = 0  # number of masks for which the next step waits
-        self._num_accepted = 0
+        self.next_number = 0  # of the request that is accepted next
         self._live: dict[str, RequestState] = {}  # request id -> request, from `accept` to `ended`
         self._is_closed = False
         self._is_stopping = False
@@ -100,8 +100,8 @@ class Inbox:
                 raise InvalidRequestError("request_id", f"a request {sequence.request_id!r} is running already")
             if len(self._live) >= self._max_live:
                 raise QueueFullError(f"the queue is full: {self._max_waiting} requests wait already; try again later")
-            sequence.number = self._num_accepted
-            self._num_accepted += 1
+            sequence.number = self.next_number
+            self.next_number += 1
             self._live[sequence.request_id] = sequence
             self.put(sequence)
 

@@ -115,7 +115,7 @@ class LLM(EngineForTraining):
         worker_extension_cls: a class, or its name, whose methods `collective_rpc` calls on the worker. They reach
             `self.model_runner.model.load_weights`.
         settings: the server's other flags by name, such as `max_num_seqs=16` or `generation_config="vllm"`.
-            `models={"NAME": PATH}` loads more models of the same shape; `generate(..., model="NAME")` asks one.
+            `models={"NAME": PATH}` loads more models; `generate(..., model="NAME")` asks one.
 
     Raises:
         ValueError: a setting is unknown, or the model is not found or does not fit.

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 import jax
@@ -48,7 +49,7 @@ class Compilation[K: Hashable]:
             self._may_compile.set()
         self._compiler = ThreadPoolExecutor(os.cpu_count())
         self._tracer = ThreadPoolExecutor(1)
-        self._traced: Future[dict[K, Future[Any]]] = self._tracer.submit(self._trace, dict(programs))
+        self._traced = self._tracer.submit(copy_context().run, self._trace, dict(programs))
 
     def result(self) -> dict[K, Any]:
         """Waits for the executables and returns them in the order of the programs. Errors of tracing or compiling are
@@ -67,14 +68,14 @@ class Compilation[K: Hashable]:
         self._compiler.shutdown(cancel_futures=True)
 
     def _trace(self, programs: dict[K, Lower]) -> dict[K, Future[Any]]:
-        found = {key: self._compiler.submit(self._load, key) for key in programs}
+        found = {key: self._compiler.submit(copy_context().run, self._load, key) for key in programs}
         for key in [key for key, program in found.items() if program.result() is None]:
             if self._cancelled.is_set():
                 break
             started = time.perf_counter()
             lowered = programs[key]()
             self.tracing_s += time.perf_counter() - started
-            found[key] = self._compiler.submit(self._compile, key, lowered)
+            found[key] = self._compiler.submit(copy_context().run, self._compile, key, lowered)
         return found
 
     def _compile(self, key: K, lowered: jax.stages.Lowered) -> Any:

@@ -127,7 +127,18 @@ def filling() -> Iterator[None]:
         jax.config.update("jax_raise_persistent_cache_errors", raises)
 
 
-_expecting: ContextVar[tuple[CompileCounter, ...]] = ContextVar("counters that expect what is compiled", default=())
+_is_expecting = ContextVar("whether programs that are compiled are expected", default=False)
+
+
+@contextmanager
+def expecting_compiles() -> Iterator[None]:
+    """A context in which no counter counts the programs that the calling thread compiles. Threads with a copy of its
+    context do not count, either."""
+    before = _is_expecting.set(True)
+    try:
+        yield
+    finally:
+        _is_expecting.reset(before)
 
 
 class CompileCounter:
@@ -142,23 +153,13 @@ class CompileCounter:
         self._total = 0
         jax.monitoring.register_event_duration_secs_listener(_forward(weakref.ref(self)))
 
-    @contextmanager
-    def expecting(self) -> Iterator[None]:
-        """A context in which programs that the calling thread compiles are not counted. Threads with a copy of its
-        context do not count, either."""
-        before = _expecting.set((*_expecting.get(), self))
-        try:
-            yield
-        finally:
-            _expecting.reset(before)
-
     @property
     def total(self) -> int:
-        """The number of programs so far, without those compiled in `expecting`."""
+        """The number of programs so far, without those compiled in `expecting_compiles`."""
         return self._total
 
     def count(self, event: str) -> None:
-        if event == COMPILED and self not in _expecting.get():
+        if event == COMPILED and not _is_expecting.get():
             with self._lock:
                 self._total += 1
 

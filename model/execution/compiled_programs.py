@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import jax
 
 from batcher.step import Bucket, longest_first
 from model.compiling.compilation import Compilation
-from model.compiling.compile_cache import CompileCounter, Made, compile_as_timed, compile_lowered
+from model.compiling.compile_cache import CompileCounter, Made, compile_as_timed, compile_lowered, expecting_compiles
 from model.compiling.compiler_options import compiler_options
 from model.compiling.program import Program, fingerprint
 from model.compiling.program_store import ProgramStore, executable_fingerprint
@@ -76,11 +75,6 @@ class CompiledPrograms:
         """The number of programs that this process has compiled, or read from the disk, since the runner was made. It
         includes unplanned programs, but not those of `compile_later`."""
         return self._counter.total
-
-    def expecting(self) -> AbstractContextManager[None]:
-        """A context in which programs that the calling thread compiles are not counted. It is for the programs that
-        make weights: a start that maps its weights from a file has not compiled them."""
-        return self._counter.expecting()
 
     def fingerprint(self) -> str:
         """A digest of all facts that decide what the programs compute, other than their arguments."""
@@ -190,7 +184,7 @@ class CompiledPrograms:
 
     def _compiled_now(self, bucket: Bucket) -> Any:
         """Compiles a program without counting it, and keeps it."""
-        with self._counter.expecting():
+        with expecting_compiles():
             made = compile_lowered(self._lower(bucket), self._options)
         self._keep(bucket, made)
         return made.executable

@@ -48,6 +48,7 @@ class RunnerConfig:
     max_model_len: int  # tokens of prompt and output of one request
     memory_utilization: float = 0.9  # the share of the device's memory for everything together
     num_pages: int | None = None  # None: as many as fit and are useful
+    kv_bytes: int | None = None  # for all pages, if the device is shared with other models; None: what is left
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
     max_models: int = 0  # models whose weights may be on the device at once; 0: there is one model only
     max_loras: int = 0  # LoRA adapters that may run at once
@@ -188,7 +189,8 @@ def fitting_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig
     fit."""
     free = memory.free - (HOST_RESERVE if memory.is_host else 0)
     beside_weights = min(int(memory.total * limits.memory_utilization) - needs.weights, free)
-    return (beside_weights - needs.state - needs.temporaries) // needs.page - 1
+    room = beside_weights - needs.state - needs.temporaries
+    return (room if limits.kv_bytes is None else min(room, limits.kv_bytes)) // needs.page - 1
 
 
 def check_fits(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *, page_size: int) -> None:
@@ -222,10 +224,15 @@ def plan_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *
         raise DoesNotFitError(
             _does_not_fit(memory, needs, limits, pages_per_seq * needs.page), longest=max(0, fitting) * page_size
         )
-    wanted = int(pages_per_seq * limits.max_num_seqs * (1 + PREFIX_CACHE_SHARE))
-    if memory.is_host:
-        wanted = min(wanted, max(MAX_CPU_KV_BYTES // needs.page, pages_per_seq))
+    wanted = useful_pages(needs, limits, page_size=page_size, is_host=memory.is_host)
     return wanted if wanted <= fitting else max(_steady(fitting), pages_per_seq)
+
+
+def useful_pages(needs: MemoryNeeds, limits: RunnerConfig, *, page_size: int, is_host: bool) -> int:
+    """The most pages that are worth their memory."""
+    pages_per_seq = -(-limits.max_model_len // page_size)
+    wanted = int(pages_per_seq * limits.max_num_seqs * (1 + PREFIX_CACHE_SHARE))
+    return min(wanted, max(MAX_CPU_KV_BYTES // needs.page, pages_per_seq)) if is_host else wanted
 
 
 def _steady(num_pages: int) -> int:

@@ -120,7 +120,6 @@ class ModelRunner:
         programs = self.programs
         self.start_compiling, self.stop_compiling = programs.start_compiling, programs.stop_compiling
         self.compile, self.compile_later = programs.compile, programs.compile_later
-        self.expecting_compiles = programs.expecting
         self.state: DeviceState
         self.adapters: AdapterSlots
         self._make_state = _maker_of(self.described.state_like, when_used=model.ops.are_in_c)

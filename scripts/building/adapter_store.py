@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batcher.engine import Engine
+from batcher.engines import AnyEngine
 from model.inputs.words import one_line
 from scripts.flags.lora import FLAG, MODELS
 from scripts.flags.settings import EngineSettings
@@ -43,7 +43,7 @@ class RunnersStore:
 def loaded_adapters(
     settings: EngineSettings,
     store: AdapterStore | None,
-    engine: Engine,
+    engine: AnyEngine,
     publisher: KvEventPublisher | None = None,
     models: ModelStore | None = None,
 ) -> Adapters | None:

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -335,7 +336,7 @@ def _in_a_thread[T](work: Callable[[], T], backend: str, limit_s: float | None) 
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="self-test", daemon=True).start()
+    threading.Thread(target=copy_context().run, args=(run,), name="self-test", daemon=True).start()
     try:
         return future.result(limit_s)
     except TimeoutError:

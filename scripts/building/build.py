@@ -8,8 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from batcher.engine import Engine
-from scripts.building.adapter_store import loaded_adapters
+from batcher.engines import AnyEngine
 from scripts.building.device import Report, find_device, phase, start_compiling
 from scripts.building.replicas import claim_chips, compiling_first, wait_for_first
 from scripts.flags.settings import EngineSettings, ServedSettings
@@ -32,27 +31,30 @@ def build_served(served: ServedSettings, report: Report) -> BuiltEngine:
         settings = claim_chips(served, find_device() if settings.device == "auto" else settings.device)
     turn, is_first = served.compile_turn, served.compile_turn is None or served.replica == 0
     folders = start_compiling(settings) if is_first else None
+    from scripts.building.engine_plans import plan_engines
     from scripts.building.offloading import give_pages
     from scripts.building.runner import build_runner, make_publisher, warm_engine
+    from scripts.building.shapes import with_models
 
     publisher = make_publisher(settings, report, rank=served.replica)
     with compiling_first(turn) if turn is not None and is_first else nullcontext():
-        built = build_runner(settings, report, tokenizer=served.tokenizer, folders=folders, compile_meanwhile=is_first)
+        plan, *others = plan_engines(settings, report, served.tokenizer, folders=folders)
+        built = build_runner(settings, report, compile_meanwhile=is_first, plan=plan)
         if turn is not None and not is_first:
             with phase("wait", report) as say:
                 wait_for_first(turn)
                 say("for the programs of engine 0")
         tokenizer = partial(ByteLevelTokenizer.from_folder, served.tokenizer)
         engine = warm_engine(built, report, tokenizer, read_tokens=True, publisher=publisher)
-    adapters = loaded_adapters(settings, built.adapter_store, engine, publisher, built.models)
-    weights = WeightChanges(engine, built.runner_weights())
+        engines, adapters = with_models(built, engine, others, publisher, report)
+    weights = WeightChanges(engines, built.runner_weights())
     info = give_pages(served, engine, built.info)
-    return BuiltEngine(engine=engine, info=info, adapters=adapters, weights=weights)
+    return BuiltEngine(engine=engines, info=info, adapters=adapters, weights=weights)
 
 
 def build(
     settings: EngineSettings, report: Report, tokenizer: Callable[..., ByteLevelTokenizer], *, tokenizer_folder: Path
-) -> tuple[Engine, Built, Adapters | None]:
+) -> tuple[AnyEngine, Built, Adapters | None]:
     """A warmed-up engine in this process, not started, with its `Built` and its LoRA adapters.
 
     Raises ValueError if a setting, the model or the device cannot be used.
@@ -64,9 +66,13 @@ def build(
     if settings.kv_role != "both":
         raise ValueError(f"--kv-role {settings.kv_role}: only servers compute prompts for each other")
     folders = start_compiling(settings)
+    from scripts.building.engine_plans import plan_engines
     from scripts.building.runner import build_runner, make_publisher, warm_engine
+    from scripts.building.shapes import with_models
 
-    built = build_runner(settings, report, tokenizer=tokenizer_folder, folders=folders, compile_meanwhile=True)
+    plan, *others = plan_engines(settings, report, tokenizer_folder, folders=folders)
+    built = build_runner(settings, report, compile_meanwhile=True, plan=plan)
     publisher = make_publisher(settings, report)
     engine = warm_engine(built, report, tokenizer, publisher=publisher)
-    return engine, built, loaded_adapters(settings, built.adapter_store, engine, publisher, built.models)
+    engines, adapters = with_models(built, engine, others, publisher, report)
+    return engines, built, adapters

@@ -10,7 +10,7 @@ import jax
 
 from model.config import LlamaConfig
 from model.execution.device_memory import device_memory
-from model.execution.memory_plan import DoesNotFitError, RunnerConfig, check_fits, fitting_pages, memory_needs
+from model.execution.memory_plan import DoesNotFitError, RunnerConfig, check_fits, memory_needs
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from model.network.packed import pack_for_cpu, pack_for_tpu, use_cpu_products
@@ -110,18 +110,6 @@ class ModelOnChips:
         memory = device_memory(jax.local_devices()[0])
         memory = replace(memory, free=memory.free - needs.weights)
         check_fits(memory, needs, self.limits, page_size=attention.spec.page_size)
-
-    def models_that_fit(self, most: int) -> int:
-        """The number of models, at most `most`, that leave half of the K/V pages of one model. At least 2."""
-        attention, memory = self.first_attention(), device_memory(jax.local_devices()[0])
-
-        def num_pages(num_models: int) -> int:
-            limits = replace(self.limits, max_models=num_models)
-            needs = memory_needs(self.planned, attention, limits, self.draft_over(attention.backend))
-            return fitting_pages(replace(memory, free=memory.free - needs.weights), needs, limits)
-
-        half = num_pages(1) // 2
-        return max(count for count in range(2, most + 1) if count == 2 or num_pages(count) >= half)
 
     def first_attention(self) -> PagedAttention:
         """The attention over the first candidate that computes it. Raises UnavailableError if there is none."""

@@ -119,15 +119,23 @@ def start_compiling(settings: EngineSettings) -> KeptFolders:
     return folders
 
 
-def start_device(
-    settings: EngineSettings, *, num_hosts: int, join: Callable[[], None] | None, folders: KeptFolders | None = None
+def started_device(
+    settings: EngineSettings,
+    report: Report,
+    *,
+    num_hosts: int = 1,
+    join: Callable[[], None] | None = None,
+    folders: KeptFolders | None = None,
 ) -> Device:
     """Creates the kept folders and starts jax. The arguments and errors are those of `start_jax`."""
-    folders = folders or kept_folders(settings)
-    platform = start_jax(settings, join, num_hosts=num_hosts, folders=folders)
-    import jax
+    with phase("start", report) as say:
+        folders = folders or kept_folders(settings)
+        platform = start_jax(settings, join, num_hosts=num_hosts, folders=folders)
+        import jax
 
-    return Device(platform=platform, num_devices=jax.device_count(), num_hosts=num_hosts, folders=folders)
+        of_hosts = "" if join is None else f" of {num_hosts} hosts"
+        say(f"jax on {jax.device_count()} x {jax.devices()[0].device_kind}{of_hosts}")
+        return Device(platform=platform, num_devices=jax.device_count(), num_hosts=num_hosts, folders=folders)
 
 
 def start_jax(

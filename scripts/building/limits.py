@@ -51,8 +51,7 @@ _DEFAULTS = {
     "tpu": replace(_CHIP, min_half_step=512),
 }
 
-LEAST_MODELS = 2  # on the device at once: the engine's own, and another one
-MOST_MODELS = 8  # by default, if a folder has them
+LEAST_MODELS = 2  # on the device at once, if there are several: the engine's own, and another one
 
 # Rows of the largest program with drafts. The table of step times (`step_times`) decides which steps have drafts: on a
 # CPU, with more rows hardly any would, and chips draw at most so many tokens at once.
@@ -96,6 +95,7 @@ def choose_limits(
     *,
     tokenizer: Path | None,
     backends: Backends,
+    weights: ChosenWeights | None = None,
 ) -> EnginePlan:
     """Finds the weights, and chooses the chips and the context for them. Raises ValueError if the weights cannot be
     used, or do not fit.
@@ -103,9 +103,10 @@ def choose_limits(
     Args:
         tokenizer: a folder or a GGUF file, whose end tokens end an answer; None: the model's own.
         backends: the candidates for the attention backend.
+        weights: the weights; None: they are found by the settings.
     """
     platform = device.platform
-    weights = choose_weights(settings, platform, tokenizer)
+    weights = weights or choose_weights(settings, platform, tokenizer)
     report(f"  end tokens        {listed(weights.end_tokens)}")
     trained = weights.config.max_position_embeddings
     draft = choose_draft(settings, weights, platform, choose_model_len(settings.max_model_len, trained))
@@ -146,12 +147,6 @@ def choose_limits(
             f"                    {buckets.max_num_seqs} rows ({why}), {buckets.max_num_batched_tokens} tokens a step"
         )
         on_chips.cache_clear()
-    chips = on_chips(num_chips, context)
-    if settings.has_models:
-        if settings.max_resident_models is None:
-            most = MOST_MODELS if settings.models_folder is not None else 1 + len(settings.named_models)
-            chips.limits = replace(chips.limits, max_models=chips.models_that_fit(max(LEAST_MODELS, most)))
-        report(f"  models            {chips.limits.max_models} on the device at once, with --model")
     ladder = BucketLadder(bucket_config(settings, platform, num_chips))
     later = deferred_programs(ladder, platform, all_first=settings.compile_all_first, num_hosts=device.num_hosts)
     return EnginePlan(
@@ -160,7 +155,7 @@ def choose_limits(
         tokenizer=tokenizer,
         weights=weights,
         draft=draft,
-        chips=chips,
+        chips=on_chips(num_chips, context),
         ladder=ladder,
         may_wait=later,
     )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from model.compiling.compile_cache import expecting_compiles
 from model.compiling.program import fingerprint
 from model.execution.device_memory import return_freed_memory
 from model.execution.kv_range import measured_range
@@ -70,11 +71,11 @@ class Loader:
 
         Raises ValueError or OSError if they cannot be read.
         """
-        with phase("load", self.report) as say, self.runner.expecting_compiles():
+        with phase("load", self.report) as say, expecting_compiles():  # a start that maps weights compiles nothing
             model = self._read_one(weights, self.plan.chips, say, keeps=keeps)
         draft, draft_model = self.plan.draft, None
         if drafts and draft is not None and self.plan.chips.draft is not None:
-            with phase("draft", self.report) as say, self.runner.expecting_compiles():
+            with phase("draft", self.report) as say, expecting_compiles():
                 draft_model = self._read_one(draft.weights, self.plan.chips.draft, say, keeps=keeps)
         return Loaded(weights, model, draft_model, self.kv_ranges(weights))
 
@@ -125,7 +126,7 @@ class Loader:
         """
         packed = packer(self.plan.chips.planned)
         try:
-            with self.runner.expecting_compiles():
+            with expecting_compiles():
                 for module, values in given.modules(self.plan.chips.form, rehearses=True):
                     packed(module, values)
         except RuntimeError as error:

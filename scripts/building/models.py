@@ -1,4 +1,4 @@
-"""The models of an engine besides its own one: what they are, and where their weights are.
+"""The models of an engine, which have the shape of its own one: what they are, and where their weights are.
 
 The weights of a model are on the device, in the host's memory, or on the disk only. The batcher decides what is on the
 device (`batcher/scheduling/model_turns.py`). Copies in the host's memory are made when a model first comes to a chip.
@@ -25,6 +25,7 @@ from flax import nnx
 
 from batcher.grammar import Grammars
 from batcher.stats import ModelState
+from model.compiling.compile_cache import expecting_compiles
 from model.execution.device_memory import host_memory
 from model.execution.host_copy import HostCopy
 from model.inputs.paths import Place, place
@@ -33,7 +34,7 @@ from model.loading.merged import MergedWeights
 from model.loading.remote_tensors import readable
 from model.loading.weights_digest import files_of
 from scripts.building.load import Loader, find_kv_scales
-from scripts.building.weights import ChosenWeights, check_alike, choose_weights, find_end_tokens
+from scripts.building.weights import ChosenWeights, choose_weights, find_end_tokens
 from server.engine.adapters import AdapterError
 from server.engine.wire import LoadedModel
 from server.grammar.matcher import TokenGrammars, vocabulary_of
@@ -60,7 +61,7 @@ class _Kept:
 
 
 class RunnersModels:
-    """The `server.engine.adapters.ModelStore` of this host. Any thread may call it; `weights` takes long.
+    """The models of one engine, by their identities. Any thread may call it; `weights` takes long.
 
     Args:
         plan: the plan of the engine, whose own model all others resemble.
@@ -96,33 +97,29 @@ class RunnersModels:
         copied.delete()
         return f"{size / speed:.2f} s: {size / GIB:.2f} GiB at {speed / GIB:.3g} GiB/s, which a copy has reached"
 
-    def load(self, path: str) -> int:
-        """Checks the model at `path`, whose weights are read when it first runs. Returns its identity.
-
-        Raises ValueError or OSError if it cannot be used, and AdapterError with status 404 if there is none.
-        """
-        weights = self._choose(path)
-        check_alike(weights, self._plan.weights, path)
-        identity = _identity(weights)
+    def add(self, identity: int, weights: ChosenWeights) -> None:
+        """Adds a model of the engine's shape, whose weights are read when it first runs."""
         with self._lock:
             self._chosen[identity] = weights
-        return identity
 
-    def forget(self, identity: int) -> None:
+    def forget(self, identity: int) -> bool:
+        """Removes a model. Returns whether there are others."""
         with self._lock:
             self._chosen.pop(identity, None)
             self._kept.pop(identity, None)
+            return bool(self._chosen)
 
     def loaded(self, name: str, identity: int, path: str) -> LoadedModel:
         """The model under this name, for the HTTP processes."""
-        weights = self._chosen[identity]
-        limit, ends = self._plan.chips.limits.max_model_len, weights.eos_token_ids
-        return LoadedModel(name, identity, path, limit, ends, self._folder(weights) or "")
+        weights, limits = self._chosen[identity], self._plan.chips.limits
+        size, ends = weights.config.vocab_size, weights.eos_token_ids
+        embeds = None if limits.pooling is None else weights.config.hidden_size
+        return LoadedModel(name, identity, path, limits.max_model_len, size, ends, embeds, folder_of(weights) or "")
 
     def ends(self, identity: int) -> tuple[tuple[int, ...], Grammars | None]:
         """The model's end-of-sequence ids and its grammars."""
         weights = self._chosen[identity]
-        folder, ends = self._folder(weights), weights.eos_token_ids
+        folder, ends = folder_of(weights), weights.eos_token_ids
         tokenizer = self._plan.tokenizer or self._plan.weights.source.tokenizer if folder is None else Path(folder)
         if tokenizer is None or not ends:
             return ends, None
@@ -154,12 +151,12 @@ class RunnersModels:
     def _read(self, identity: int, weights: ChosenWeights) -> tuple[Llama, np.ndarray | None]:
         loader = self._loader
         assert loader is not None, "models are brought after the start"
-        if _identity(weights) != identity:
+        if identity_of(weights) != identity:
             raise ValueError(f"{weights.source.weights} has changed since it was loaded: load it again")
         loaded, spec = loader.read(weights, keeps=True, drafts=False), loader.attention.spec
         kv_scales = None
         if spec.has_kv_scales:
-            with loader.runner.expecting_compiles():
+            with expecting_compiles():
                 kv_scales, _ = find_kv_scales(loaded.model, loaded.kv_ranges, spec)
         self._keep(identity, loaded.model, kv_scales)
         return loaded.model, kv_scales
@@ -183,33 +180,37 @@ class RunnersModels:
             if identity in self._chosen:
                 self._kept[identity] = kept
 
-    def _choose(self, path: str) -> ChosenWeights:
-        plan, where = self._plan, place(path, "model")
-        settings = replace(plan.settings, model=path)
-        if not _holds_adapter(where):
-            if isinstance(where, Path) and where.is_absolute() and not where.exists():
-                raise AdapterError(f"model: there is no folder or file {path}", 404)
-            return choose_weights(settings, plan.device.platform)
-        own = plan.weights
-        if own.stored is None:
-            raise ValueError(f"{path} is a LoRA adapter, and the weights of --model are random")
-        stored = MergedWeights.of(own.stored.base if isinstance(own.stored, MergedWeights) else own.stored, where)
-        source = (own.source.base or own.source).with_adapter(path, where, stored.config)
-        ends = find_end_tokens(source) if source.own_tokenizer else own.end_tokens
-        return replace(own, source=source, stored=stored, config=stored.config, end_tokens=ends)
 
-    def _folder(self, weights: ChosenWeights) -> str | None:
-        """Where a model's tokenizer is; None: it has that of the engine's own model."""
-        source = weights.source
-        found = source.path if source.base is None else source.own_tokenizer
-        return None if found is None else str(found)
+def choose_model(plan: EnginePlan, path: str) -> ChosenWeights:
+    """The weights of the model at `path`: a checkpoint, or an adapter of the plan's own model.
+
+    Raises ValueError or OSError if they cannot be used, and AdapterError with status 404 if there are none.
+    """
+    where, own = place(path, "model"), plan.weights
+    if not _holds_adapter(where):
+        if isinstance(where, Path) and where.is_absolute() and not where.exists():
+            raise AdapterError(f"model: there is no folder or file {path}", 404)
+        return choose_weights(replace(plan.settings, model=path), plan.device.platform)
+    if own.stored is None:
+        raise ValueError(f"{path} is a LoRA adapter, and the weights of --model are random")
+    stored = MergedWeights.of(own.stored.base if isinstance(own.stored, MergedWeights) else own.stored, where)
+    source = (own.source.base or own.source).with_adapter(path, where, stored.config)
+    ends = find_end_tokens(source) if source.own_tokenizer else own.end_tokens
+    return replace(own, source=source, stored=stored, config=stored.config, end_tokens=ends)
+
+
+def folder_of(weights: ChosenWeights) -> str | None:
+    """Where a model's tokenizer is; None: it has that of the engine's own model."""
+    source = weights.source
+    found = source.path if source.base is None else source.own_tokenizer
+    return None if found is None else str(found)
 
 
 def _holds_adapter(where: Place) -> bool:
     return where.is_dir() and is_adapter(where)
 
 
-def _identity(weights: ChosenWeights) -> int:
+def identity_of(weights: ChosenWeights) -> int:
     """A number above 0 and below 2**63 for the weights in these files. It changes when a file does."""
     facts = [repr((weights.stored, weights.source.name if weights.stored is None else None))]
     if weights.stored is not None:

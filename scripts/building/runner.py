@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import jax
-
 from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.grammar import Grammars
@@ -22,15 +20,9 @@ from pallas_kernels.api import PagedAttention
 from scripts.building.adapter_store import RunnersStore
 from scripts.building.attention_backend import BACKENDS, Backends, Chosen, can_a_child_test, choose_attention
 from scripts.building.described_chips import keep_description
-from scripts.building.device import KeptFolders, Report, phase, start_device
-from scripts.building.limits import (
-    EnginePlan,
-    choose_limits,
-    choose_step_timeout,
-    even_context,
-    long_prompts,
-    step_estimate,
-)
+from scripts.building.device import KeptFolders, Report, phase
+from scripts.building.engine_plans import plan_engines
+from scripts.building.limits import EnginePlan, choose_step_timeout, even_context, long_prompts, step_estimate
 from scripts.building.load import Loader
 from scripts.building.models import RunnersModels
 from scripts.building.offloading import GIB, Digests, identity_of_pages, make_offloading, start_digests
@@ -99,7 +91,10 @@ class Built:
             seed=settings.seed,
         )
         runner, ladder = runner or self.runner, self.plan.ladder
-        return Engine(runner, config, ladder, on_death=on_death, grammars=grammars, page_events=page_events)
+        engine = Engine(runner, config, ladder, on_death=on_death, grammars=grammars, page_events=page_events)
+        if self.models is not None:
+            engine.models_off_device = self.models.states
+        return engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +172,7 @@ def build_runner(
     backends: Backends = BACKENDS,
     others: OtherHosts | None = None,
     only_programs: bool = False,
+    plan: EnginePlan | None = None,
 ) -> Built:
     """A runner with its weights on the device and its pages allocated.
 
@@ -189,13 +185,12 @@ def build_runner(
         others: the other hosts of this engine, which all build the same runner; None: there are none.
         only_programs: makes a runner that can only compile its programs. Nothing is tested, loaded or allocated on the
             device, which need not be attached.
+        plan: what the engine is made of, on devices that have been started; None: it is chosen here.
     """
     num_hosts, join = (1, None) if others is None else (others.num_hosts, others.join)
-    with phase("start", report) as say:
-        device = start_device(settings, num_hosts=num_hosts, join=join, folders=folders)
-        of_hosts = "" if others is None else f" of {num_hosts} hosts"
-        say(f"jax on {device.num_devices} x {jax.devices()[0].device_kind}{of_hosts}")
-    plan = choose_limits(settings, device, report, tokenizer=tokenizer, backends=backends)
+    if plan is None:
+        started = {"num_hosts": num_hosts, "join": join, "folders": folders}
+        plan = plan_engines(settings, report, tokenizer, backends, **started)[0]
     digests = start_digests(settings, plan.weights, plan.draft)
     store = RunnersStore(settings, plan.weights.config) if settings.enable_lora else None
     models = RunnersModels(plan) if settings.has_models else None
@@ -329,7 +324,10 @@ def _start_compiling(
             attention_backend=str(attention.backend),
             max_model_len=plan.chips.limits.max_model_len,
             tensor_parallel_size=plan.chips.num_chips,
-            max_resident_models=plan.chips.limits.max_models or None,
+            models=None,  # programs do not depend on them
+            models_folder=None,
+            max_resident_models=None,
+            models_host_memory=None,
         )
         again = partial(build_runner, report=_say_nothing, tokenizer=plan.tokenizer, only_programs=True)
         trace_ahead(runner, own, buckets, plan.device.platform, again)

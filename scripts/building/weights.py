@@ -109,14 +109,18 @@ def choose_weights(settings: EngineSettings, platform: str, tokenizer: Path | No
 
 def check_alike(weights: ChosenWeights, own: ChosenWeights, name: str) -> None:
     """Raises ValueError if the programs for `own` do not compute with `weights`, those of the model `name`."""
-    unlike = {"config": (_shapes(weights.config), _shapes(own.config))}
-    unlike |= {field: (getattr(weights, field), getattr(own, field)) for field in ("dtype", "quantization", "rounding")}
-    for field, (theirs, ours) in unlike.items():
-        if theirs != ours:
-            raise ValueError(
-                f"model {name!r}: it is not a model of the same shapes: {field} {_differing(ours, theirs)}; alone, as "
-                "--model, it may be served"
-            )
+    if difference := unlike(weights, own):
+        raise ValueError(
+            f"model {name!r}: it is not a model of the same shapes: {difference}; alone, as --model, it may be served"
+        )
+
+
+def unlike(weights: ChosenWeights, own: ChosenWeights) -> str:
+    """Why the programs for `own` do not compute with `weights`; "" if they do."""
+    pairs = {"config": (_shapes(weights.config), _shapes(own.config))}
+    pairs |= {field: (getattr(weights, field), getattr(own, field)) for field in ("dtype", "quantization", "rounding")}
+    differing = (f"{field} {_differing(ours, theirs)}" for field, (theirs, ours) in pairs.items() if theirs != ours)
+    return next(differing, "")
 
 
 def _shapes(config: LlamaConfig) -> LlamaConfig:

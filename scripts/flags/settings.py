@@ -36,7 +36,7 @@ _GROUPS = {
     "device": "The chips, their memory, and the programs for them.",
     "kv_offloading": "Where prefixes go for which the device has no pages left, and from where they come back.",
     "lora": "LoRA adapters, which requests name as their model.",
-    "models": "More models of the shape and form of --model in the same process.",
+    "models": "More models in the same process. Those of --model's shape and form share its programs and K/V pages.",
 }
 _of_model, _of_batching, _of_device, _of_offloading, _of_lora, _of_models = (
     partial(setting, group=group) for group in _GROUPS
@@ -232,15 +232,15 @@ class EngineSettings:
         least=1, most=2**16,
     )  # fmt: skip
     models: Sequence[str] | Mapping[str, str] | None = _of_models(
-        None, "Fine-tunes of --model, which requests name: checkpoints, or LoRA adapters, which are merged into it",
+        None, "More models, which requests name: checkpoints, or LoRA adapters, which are merged into --model",
         nargs="+", metavar="NAME=PATH",
     )  # fmt: skip
     models_folder: Path | None = _of_models(  # noqa: RUF009
         None, "An unknown model of a request is the one in this folder's folder of that name", metavar="DIR",
     )  # fmt: skip
     max_resident_models: int | None = _of_models(
-        None, "Models whose weights are on the device at once, with --model", unset="as many as leave it half of the "
-        "K/V pages", least=2, most=2**16,
+        None, "Models of one shape and form whose weights are on the device at once", unset="as many as leave half of "
+        "the K/V pages", least=2, most=2**16,
     )  # fmt: skip
     models_host_memory: float | None = _of_models(
         None, "GiB of the host's memory for the weights of models that are not on the device. Others are read again",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from batcher.engine import Engine
+from batcher.engines import AnyEngine
 from batcher.errors import EngineDeadError
 from scripts.offline.in_process import CLOSED, InProcessEngine, LoopThread
 from scripts.offline.worker import NAME, Worker, num_chips
@@ -49,7 +49,7 @@ class EngineForTraining:
     engine has done the work."""
 
     def __init__(
-        self, engine: Engine, built: Built, adapters: Adapters | None, thread: LoopThread, worker: type[Worker]
+        self, engine: AnyEngine, built: Built, adapters: Adapters | None, thread: LoopThread, worker: type[Worker]
     ) -> None:
         self.engine = engine
         self.runner = built.runner

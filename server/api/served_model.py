@@ -11,8 +11,7 @@ from pathlib import Path
 
 from model.inputs.words import described
 from server.engine.protocol import Engine
-from server.engine.wire import LoadedModel
-from server.flag import MOST_COUNT
+from server.engine.wire import EngineInfo, LoadedModel
 from server.http.request_error import RequestError
 from server.settings import GenerationDefaults, Settings
 from server.text.chat_template import ChatTemplate
@@ -33,8 +32,7 @@ class ServedModel:
     """
 
     identity = 0  # of the weights; 0: the engine started with them
-    _own_limit = MOST_COUNT
-    _own_ends: tuple[int, ...] | None = None  # None: those of the engine's own model
+    _loaded: LoadedModel | None = None  # None: it is the engine's own model
     adapter = 0  # the identity of the LoRA adapter's weights; 0: there is none
 
     def __init__(
@@ -64,18 +62,27 @@ class ServedModel:
         self.reasoning = _reasoning(settings, sources.default or sources.tool_use or "")
 
     @property
+    def _info(self) -> LoadedModel | EngineInfo:
+        return self._loaded or self._engine.info
+
+    @property
     def vocab_size(self) -> int:
-        return self._engine.info.vocab_size
+        return self._info.vocab_size
 
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and output of one request."""
-        return min(self._engine.info.max_model_len, self._own_limit)
+        return self._info.max_model_len
+
+    @property
+    def embedding_size(self) -> int | None:
+        """Numbers of an embedding; None: there are none."""
+        return self._info.embedding_size
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer."""
-        return self._engine.info.eos_token_ids if self._own_ends is None else self._own_ends
+        return self._info.eos_token_ids
 
     @property
     def weights(self) -> int:
@@ -91,8 +98,7 @@ class ServedModel:
     def with_weights(self, loaded: LoadedModel) -> ServedModel:
         """The model with the weights of another one."""
         other = self.renamed(loaded.name)
-        other.identity, other.root, other._own_limit = loaded.identity, loaded.path, loaded.max_model_len
-        other._own_ends = loaded.eos_token_ids
+        other.identity, other.root, other._loaded = loaded.identity, loaded.path, loaded
         return other
 
 
@@ -147,7 +153,7 @@ class ServedModels:
 
     def _model(self, loaded: LoadedModel, known: Sequence[ByteLevelTokenizer]) -> ServedModel:
         folder, settings = Path(loaded.folder), self._settings
-        tokenizer = ByteLevelTokenizer.from_folder(folder, vocab_size=settings.vocab_size, known=known)
+        tokenizer = ByteLevelTokenizer.from_folder(folder, vocab_size=loaded.vocab_size, known=known)
         is_adapter = (folder / "adapter_config.json").exists()
         defaults = self._first.generation_defaults if is_adapter else settings.generation_rules.defaults_of(folder)
         name, root = loaded.name, loaded.path

@@ -67,7 +67,8 @@ class ServerState:
     def body_limits(self) -> BodyLimits:
         """The limits of a body. A conversation that fits the context has fewer marks, because the template writes some
         tokens for each message."""
-        max_marks = max(MIN_MARKS, 2 * self.engine.info.max_model_len)
+        lengths = [self.engine.info.max_model_len, *(own.max_model_len for own in self.engine.models.values())]
+        max_marks = max(MIN_MARKS, 2 * max(lengths))
         return BodyLimits(max_bytes=self.settings.max_body_bytes, max_marks=max_marks)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,9 +17,8 @@ from model.inputs.words import described, shown
 from server.engine import wire
 
 if TYPE_CHECKING:  # the HTTP process does without numpy
-    from batcher.engine import Engine
+    from batcher.engines import AnyEngine
     from batcher.grammar import Grammars
-    from batcher.stats import ModelState
 
 MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
@@ -70,9 +69,6 @@ class ModelStore(AdapterStore, Protocol):
     def ends(self, identity: int) -> tuple[tuple[int, ...], Grammars | None]:
         """The model's end-of-sequence ids and its grammars."""
 
-    def states(self) -> Mapping[int, ModelState]:
-        """Where the weights of each model are that is not on the device."""
-
 
 class _Named:
     """The weights of one kind, with the names that they have."""
@@ -94,13 +90,11 @@ class Adapters:
         models: the models; None: there is one model only.
     """
 
-    def __init__(self, store: AdapterStore | None, engine: Engine, models: ModelStore | None = None) -> None:
+    def __init__(self, store: AdapterStore | None, engine: AnyEngine, models: ModelStore | None = None) -> None:
         stores = {WeightsKind.ADAPTER: store, WeightsKind.MODEL: models}
         self._named = {kind: _Named(one) for kind, one in stores.items() if one is not None}
         self._models = models
         self._engine = engine
-        if models is not None:
-            engine.models_off_device = models.states
         self._changes = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._tell: Callable[[wire.Adapters], None] = lambda event: None
         self._lock = threading.Lock()  # of what follows, and of the order in which changes are told

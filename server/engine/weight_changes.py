@@ -22,7 +22,7 @@ from model.inputs.words import described, is_worded
 from server.engine import wire
 
 if TYPE_CHECKING:  # the HTTP process does without numpy
-    from batcher.engine import Engine
+    from batcher.engines import AnyEngine
 
 NONE_BEGUN = "no update of the weights has begun: POST /start_weight_update begins one"
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # of vLLM's metric, by the level of the sleep
@@ -72,7 +72,7 @@ class WeightChanges:
     Only one thread may call `ask` and `abandon_overdue`. The asker makes one change or step of an update at a time.
     """
 
-    def __init__(self, engine: Engine, weights: Weights) -> None:
+    def __init__(self, engine: AnyEngine, weights: Weights) -> None:
         self._engine = engine
         self._weights = weights
         self._put: Callable[[wire.Event], None] = lambda event: None
@@ -184,7 +184,8 @@ class WeightChanges:
             weights.prepare()
             self._prepared, self._decide_by = change, time.monotonic() + hold_s
 
-        self._engine.change(Change(work=work, on_done=answer, serves_after=self._may_serve))
+        frees = change.change is wire.WeightsChange.SLEEP
+        self._engine.change(Change(work=work, on_done=answer, serves_after=self._may_serve, frees_device=frees))
 
     def _end(self, phase: wire.Phase, answer: Answer) -> None:
         """Schedules the second phase of the change."""

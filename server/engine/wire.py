@@ -178,7 +178,7 @@ class UnloadAdapter(msgspec.Struct, tag=True):
 
 
 class LoadModel(msgspec.Struct, tag=True):
-    """Adds a model of the same shape and form as the engine's, and gives it a name."""
+    """Adds a model, and gives it a name."""
 
     name: str
     path: str  # a checkpoint, or a LoRA adapter, which is merged into the engine's own model
@@ -377,7 +377,9 @@ class LoadedModel(msgspec.Struct, tag=True, frozen=True):
     identity: int  # the identity of its weights
     path: str
     max_model_len: int  # tokens of prompt and output of one request
+    vocab_size: int
     eos_token_ids: tuple[int, ...] = ()  # the tokens that end an answer
+    embedding_size: int | None = None  # numbers of an embedding; None: the engine makes none
     folder: str = ""  # of its tokenizer, chat template and generation_config.json; "": those of the engine's own model
     load: int = 0  # differs if the name is loaded again
 

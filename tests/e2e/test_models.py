@@ -153,9 +153,8 @@ def test_a_model_is_loaded_and_unloaded_while_others_run(server, http, folder):
                 assert told(client, "mine", 404) == "The model `mine` does not exist."
         assert own.result().startswith(texts.pop())  # its weights stay until its end
         assert running.result() == alone
-    refused = http.post(LOAD, json={"model": "x", "path": str(folder / "narrow")})
+    refused = http.post(LOAD, json={"model": "x", "path": str(folder / "broken")})
     assert refused.status_code == 400
-    assert "hidden_size" in refused.json()["error"]["message"]
     assert http.post(LOAD, json={"model": "x", "path": str(folder / "missing")}).status_code == 404
     assert http.post(LOAD, json={"model": "x"}).status_code == 404
 
@@ -167,7 +166,6 @@ def test_a_folder_of_models_is_served_by_the_names_in_it(server, http, folder):
     message = told(http, "broken", 400)
     assert message.startswith("The model cannot be used: ")
     assert str(folder) not in message
-    assert "hidden_size" in told(http, "narrow", 400)
 
 
 def test_a_model_whose_file_is_removed_is_refused_and_others_go_on(server, http, folder):
@@ -250,6 +248,49 @@ def test_a_start_with_a_model_without_a_tokenizer_fails_in_a_line(engine_flags, 
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert f"--models x={place}: {place}/tokenizer.json is not a tokenizer that can be read" in line
+
+
+def test_models_of_other_shapes_and_forms_answer_as_alone(engine_flags, folder, tmp_path):
+    """The demo, its pirate in int8, and its small draft model. The last one comes while the demo answers."""
+    pirate = write_full(tmp_path / "pirate", "pirate")
+    convert = [sys.executable, "-m", "scripts.convert_checkpoint", pirate, tmp_path / "int8"]
+    subprocess.run([*convert, "--quantization", "int8"], cwd=ROOT, check=True)
+    places = {"demo": DEMO_FOLDER, "int8": tmp_path / "int8", "narrow": folder / "narrow"}
+    questions = ["What is 47 + 35?", "Which river flows through Lumeria?", "Tell me a story."]
+
+    def answers(server: DemoServer, name: str) -> list[str]:
+        with ThreadPoolExecutor(3) as threads:
+            return list(threads.map(lambda question: says(server.client(), name, question), questions))
+
+    alone, story = {}, ""
+    for name, place in places.items():
+        with serve_exported(*engine_flags, "--model", str(place), "--served-model-name", name) as server:
+            alone[name] = answers(server, name)
+            if name == "demo":
+                with server.http() as http:
+                    story = told(http, name, max_tokens=300)
+    assert len({*map(str, alone.values())}) == 3
+    flags = [*engine_flags, "--models", f"int8={places['int8']}", "--admin-api-key", ADMIN_KEY]
+    with (
+        serve_exported(*flags) as server,
+        ThreadPoolExecutor(4) as threads,
+        server.http(headers=ADMIN, timeout=300) as http,
+    ):
+        begun = Event()
+        running = threads.submit(streamed, http, "demo", begun, 300)
+        assert begun.wait(60)
+        assert http.post(LOAD, json={"model": "narrow", "path": str(places["narrow"])}).json() == {"success": True}
+        assert running.result() == story
+        found = {name: threads.submit(answers, server, name) for name in places}
+        assert {name: texts.result() for name, texts in found.items()} == alone
+        assert states(http).keys() == places.keys()
+        assert http.post(UNLOAD, json={"model": "narrow"}).json() == {"success": True}
+        told(http, "narrow", 404)
+        assert answers(server, "int8") == alone["int8"]
+        metrics = server.wait_for_metrics(lambda m: m["num_requests_running"] == m["kv_cache_usage_perc"] == 0)
+        assert metrics["num_compiles_after_warm_up_total"] == metrics["integrity_failures_total"] == 0
+        counted = http.get("/metrics").text
+        assert all(f'model_requests_total{{engine="0",model="{name}"' in counted for name in places)
 
 
 def test_the_lines_of_a_batch_name_different_models(server, http):

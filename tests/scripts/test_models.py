@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,6 @@ from tests.conftest import COMPILED
 from tests.demo.test_adapters import FOLDERS, shown
 from tests.demo.test_adapters import LIMITS as DEMO_LIMITS
 from tests.model import adapters
-from tests.model.driver import tiny_model
 from tests.scripts.test_llm_training import CONFIG, is_greedy, model_of
 
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "page_size": 16, "num_pages": 9}
@@ -238,14 +236,9 @@ def test_the_bound_of_a_copy_is_the_bytes_of_the_model_over_a_measured_speed(
 # --- what cannot be used ---
 
 
-def _deeper(folder: Path) -> None:
-    save_hf(tiny_model(3, replace(CONFIG, rope_theta=7.0)), folder, dtype=jnp.float32)
-
-
 @pytest.mark.parametrize(
     ("spoil", "message", "status"),
     [
-        (_deeper, "not a model of the same shapes: config rope_theta is 7.0", 400),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"no tensors"), "model.safetensors", 400),
         (lambda folder: (folder / "model.safetensors").unlink(), "no safetensors files in", 400),
         (shutil.rmtree, "there is no folder or file", 404),

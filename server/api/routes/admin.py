@@ -115,7 +115,7 @@ class Admin(Routes):
     @route("POST /v1/models/load", LoadModelRequest)
     @route("POST /models/load", LoadModelRequest)
     async def load_model(self, request: Request, body: LoadModelRequest) -> Response:
-        """Loads a model of the shape and form of --model (--models, --models-folder).
+        """Loads a model (--models, --models-folder).
 
         With `load_inplace`, requests that name it have its new weights.
         """

@@ -61,7 +61,7 @@ class EmbeddingRoutes(Routes):
         return await self._vectors(request, body, kind="pooling", field="data")
 
     async def _vectors(self, request: Request, body: EmbeddingRequest, *, kind: str, field: str) -> Response:
-        size = self._state.engine.info.embedding_size
+        size = (await self._state.find_model(body.model)).embedding_size
         if body.dimensions not in (None, size):
             message = f"this model's vectors have {size} numbers, and it was not trained for fewer"
             raise invalid("dimensions", message)

@@ -90,7 +90,7 @@ class Generate:
         state, ids, params = self._state, body.token_ids, body.sampling_params
         if not ids:
             raise RequestError(400, "token_ids: must not be empty", param="token_ids")
-        check_ids("token_ids", ids, state.engine.info.vocab_size)
+        check_ids("token_ids", ids, (await state.find_model(body.model)).vocab_size)
         names = (name for name in GenerateRequest.__struct_fields__ if name in CompletionRequest.__struct_fields__)
         asked = CompletionRequest(
             prompt=list[str | int | list[int]](ids),

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer, processors
 
@@ -44,7 +45,7 @@ class ManyModels(StubClient):
                 identity = int((Path(path) / "weights").read_text())
                 own = Path(path) / "tokenizer.json"
                 folder = path if own.exists() else ""
-                loaded = wire.LoadedModel(name, identity, path, 32, folder=folder, load=len(self.asked))
+                loaded = wire.LoadedModel(name, identity, path, 32, VOCAB_SIZE, folder=folder, load=len(self.asked))
                 self.models = {**self.models, name: loaded}
                 self.stats.models[identity] = ModelState.DISK
                 return wire.Reply(loaded=loaded)
@@ -276,9 +277,26 @@ def test_a_model_that_is_loaded_again_is_read_again(folder, tmp_path):
     assert len(wire.unpacked(state.engine.submitted[-1].prompt)) == len(HELLO["messages"][0]["content"])
 
 
+def test_ids_length_and_dimensions_are_those_of_the_model_of_the_request(folder):
+    state = state_of(folder)
+    state.engine.info = msgspec.structs.replace(state.engine.info, embedding_size=4)
+    state.engine.models = {"small": wire.LoadedModel("small", 5, "/m", 96, 50, embedding_size=2)}
+
+    def statuses(path: str, **body: Any) -> list[int]:
+        return [
+            answer.status_code for answer in post_all(state, path, [body | {"model": n} for n in ("base", "small")])
+        ]
+
+    assert statuses(COMPLETIONS, prompt=[60]) == [200, 400]
+    assert statuses("/inference/v1/generate", token_ids=[60], sampling_params={"max_tokens": 1}) == [200, 400]
+    assert statuses(COMPLETIONS, prompt=[1] * 80, max_tokens=8) == [400, 200]
+    vectors = call(state, "POST", "/v1/embeddings", json={"model": "small", "input": [1], "dimensions": 4})
+    assert vectors.status_code == 400 and "vectors have 2 numbers" in vectors.text
+
+
 def test_requests_and_tokens_are_counted_by_model(folder):
     state = state_of(folder, StubClient(wire.Output("", [ord("a")] * 2, "length")))
-    state.engine.models = {f"m{n}": wire.LoadedModel(f"m{n}", n + 1, "/m", 32) for n in range(120)}
+    state.engine.models = {f"m{n}": wire.LoadedModel(f"m{n}", n + 1, "/m", 32, VOCAB_SIZE) for n in range(120)}
     post_all(state, COMPLETIONS, [{"prompt": [65, 66, 67], "model": f"m{n}"} for n in range(120)])
     counts = state.metrics.counts()
     assert len(counts.model_requests) == 101

@@ -133,8 +133,8 @@ def test_statistics_arrive_whole():
     "message",
     [
         wire.Report("a"),
-        wire.Adapters([wire.Adapter("a", 1, "/a")], 3, 2, [wire.LoadedModel("m", 2**63 - 1, "/m", 64)]),
-        wire.Reply(loaded=wire.LoadedModel("m", 7, "/m", 64)),
+        wire.Adapters([wire.Adapter("a", 1, "/a")], 3, 2, [wire.LoadedModel("m", 2**63 - 1, "/m", 64, 99)]),
+        wire.Reply(loaded=wire.LoadedModel("m", 7, "/m", 64, 99)),
         wire.Reply(loaded=wire.Adapter("a", 7, "/a")),
         wire.Ready(wire.EngineInfo(max_model_len=5, vocab_size=6)),
         wire.Failed("why"),
