@@ -111,6 +111,11 @@ def streamed(http: httpx.Client, model: str, begun: Event, num_tokens: int) -> s
     return "".join(texts)
 
 
+def stream_on(http: httpx.Client, model: str, begun: Event) -> None:
+    while True:
+        streamed(http, model, begun, 400)
+
+
 def states(http: httpx.Client) -> dict[str, str]:
     return {model["id"]: model["state"] for model in http.get("/v1/models").json()["data"]}
 
@@ -226,7 +231,7 @@ def test_after_kill_9_while_models_change_the_next_start_serves_them(engine_flag
     with serve_exported(*flags) as killed, killed.http() as http, ThreadPoolExecutor(2) as threads:
         begun = [Event(), Event()]
         asked = [
-            threads.submit(streamed, http, name, event, 400)
+            threads.submit(stream_on, http, name, event)
             for name, event in zip(("pirate", "almanac"), begun, strict=True)
         ]
         assert all(event.wait(60) for event in begun)  # they take each other's place
