@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from batcher.stats import ModelState
 from server.api.answers.answer import JsonAnswer
 from server.api.http_counts import HttpCounts
 from server.api.metrics import CONTENT_TYPE
@@ -206,7 +207,9 @@ class Info:
         if Path(root).is_absolute() and self._administrators.number(request.scope["headers"]) is None:
             root = name
         identity = loaded.identity if isinstance(loaded, LoadedModel) else 0
-        place = state.engine.stats.models.get(identity)  # None: there is one model only
+        place = state.engine.stats.models.get(identity)  # None: the engine has not said yet
+        if place is None and info.max_models:
+            place = ModelState.DISK if identity else ModelState.RESIDENT
         return {
             "id": name,
             "object": "model",

@@ -177,6 +177,9 @@ def test_the_list_of_models_has_those_that_are_loaded_with_their_state(folder):
     assert "models_brought_total" in figures
     page = call(state, "GET", "/ui/state").json()
     assert page["models"] == {"base": "running", "pirate": "disk"}
+    state.engine.stats = EngineStats()  # an HTTP process begins before it hears from the engine
+    models = {model["id"]: model["state"] for model in call(state, "GET", "/v1/models").json()["data"]}
+    assert models == {"base": "resident", "alias": "resident", "pirate": "disk"}
     alone = state_of(folder, StubClient(DONE))
     assert "models_brought_total" not in alone.metrics.render().decode()
     assert all("state" not in model for model in call(alone, "GET", "/v1/models").json()["data"])
