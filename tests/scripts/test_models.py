@@ -68,14 +68,14 @@ class Collected:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Folders by name; `merged` is `adapted` with the adapter in its tensors. The adapter has an embedding of its own,
-    and changes the head."""
+    """Folders by name; `projections` is an adapter of them only. `merged` is `adapted` with the adapter in its tensors.
+    That adapter has an embedding of its own, and changes the head."""
     place = tmp_path_factory.mktemp("models")
     found = {name: place / (name or "own") for name in ("", "one", "two", "merged")}
     for seed, folder in enumerate(found.values()):
         save_hf(model_of(seed), folder, dtype=jnp.float32)
         write_stand_in_tokenizer(folder, CONFIG.vocab_size)
-    plain = adapters.random_for(place / "plain", CONFIG, seed=5)
+    found["projections"] = plain = adapters.random_for(place / "plain", CONFIG, seed=5)
     tensors = adapters.merged(load_file(found[""] / "model.safetensors"), read_adapter(plain, CONFIG, max_rank=8))
     raw, stored = adapters.read(plain)
     embedding, a, b = tensors["lm_head.weight"][:, ::-1], np.ones((4, 64), np.float32), np.ones((544, 4), np.float32)
@@ -362,13 +362,13 @@ def test_updates_and_sleep_leave_the_other_models_their_weights(folders) -> None
 
 @pytest.mark.slow
 def test_adapters_of_the_first_model_run_between_the_others(folders) -> None:
-    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "lora_modules": [f"lora={folders['adapted']}"]}
-    with an_llm(folders, NAMES[1:], **lora) as llm:
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "lora_modules": [f"lora={folders['projections']}"]}
+    with an_llm(folders, (*NAMES[1:], "projections"), **lora) as llm:
         adapter = llm._client.adapters["lora"].identity
         adapted = [send(llm, "", prompt, number=number, adapter=adapter) for number, prompt in enumerate(PROMPTS)]
-        told = texts(llm, NAMES)
-        assert [each.last.result(60) and each.tokens for each in adapted] == told["adapted"]
-        assert told["adapted"] != told[""]
+        told = texts(llm, (*NAMES, "projections"))
+        assert [each.last.result(60) and each.tokens for each in adapted] == told["projections"]
+        assert told["projections"] != told[""]
 
 
 @pytest.mark.slow

@@ -177,7 +177,7 @@ def test_a_broken_list_is_a_warning(settings, caplog):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--target h101", "not a GPU target: name='h101'; it is one of ['a100', 'b200', "),
+        ("--target h101", "not a GPU target: name='h101'; it is one of ['a10', 'a100', 'b200', "),
         ("--target h100 --device tpu", "--device tpu: --target names the device"),
         ("--target v9:1x1", "not a TPU target: name='v9:1x1'; it is one of ['tpu7x', 'v5e', 'v5p', 'v6e']"),
         ("--target v6e:0x1", "not a TPU topology"),

@@ -60,7 +60,7 @@ def test_kernels_fit_and_update_pages_in_place(target: str, tmp_path: Path) -> N
                 assert account["per_pair"] <= MOST_BUNDLES_PER_PAIR[target], result
 
 
-@pytest.mark.parametrize(("target", "kv_cache_dtype"), zip(TARGETS, ("auto", "int8", "auto", "int8"), strict=True))
+@pytest.mark.parametrize(("target", "kv_cache_dtype"), [*zip(TARGETS, ("auto", "int8", "auto", "int8"), strict=True)])
 def test_whole_steps_with_jaxs_kernel_update_pages_in_place(target: str, kv_cache_dtype: str) -> None:
     flags = ("--target", target, "--tensor-parallel-size", "1", "--layers", "2", "--tokens", "64", "--tokens", "512")
     own = ("--attention", "jax", "--kv-cache-dtype", kv_cache_dtype)
