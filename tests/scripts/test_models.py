@@ -339,7 +339,7 @@ def test_updates_and_sleep_leave_the_other_models_their_weights(folders) -> None
     with an_llm(folders, NAMES[1:]) as llm:
         before = texts(llm, NAMES)
         running = send(llm, "one", PROMPTS[0], num_tokens=50)
-        llm.update_weights(nnx.state(model_of(2)), names="own")
+        llm.update_weights(nnx.state(model_of(2)), names="own", requests="keep")
         assert running.last.result(60).finish_reason == "length"
         assert running.tokens[:10] == before["one"][0]
         assert texts(llm, NAMES) == before | {"": before["two"]}
