@@ -132,7 +132,9 @@ async def refusal(asked: Coroutine[None, None, None]) -> str:
 
 
 async def pause_there(client: RemoteEngine, mode: PauseMode) -> None:
-    """Pauses an engine that is `held_at` a step: the pause comes while it is in flight."""
+    """Pauses an engine that is `held_at` a step: the pause comes while it is in flight. The step has none of the request
+    whose abort ends it."""
+    ask(client, "held")
 
     async def let_go() -> None:
         client.abort(["held"])
@@ -145,7 +147,6 @@ async def pause_there(client: RemoteEngine, mode: PauseMode) -> None:
 
 async def paused(client: RemoteEngine) -> Listener:
     """A request of an engine that is `held_at` a step, and has paused in the midst of it."""
-    ask(client, "held")
     running = ask(client, "a")
     await running.until(3)
     await pause_there(client, PauseMode.KEEP)
@@ -188,7 +189,6 @@ def run(work: Coroutine[None, None, None]) -> None:
 def test_a_request_goes_on_with_the_new_weights_and_knows_which_token_is_whose():
     async def work() -> None:
         async with engine(held_at=8) as client:
-            ask(client, "held")
             listener = ask(client, "a")
             await listener.until(3)
             await pause_there(client, PauseMode.KEEP)
@@ -311,7 +311,6 @@ def test_each_mode_of_a_pause_does_its_own_with_what_runs():
     async def work() -> None:
         for mode in (PauseMode.WAIT, PauseMode.ABORT):
             async with engine(held_at=8) as client:
-                ask(client, "held")
                 running = ask(client, "a")
                 await running.until(3)
                 await pause_there(client, mode)
@@ -337,7 +336,6 @@ async def state(client: RemoteEngine, name: str | None) -> None:
 def test_a_pause_that_waits_is_ended_by_a_resume():
     async def work() -> None:
         async with engine(held_at=8) as client:
-            ask(client, "held")
             running = ask(client, "a")
             await running.until(3)
             await pause_there(client, PauseMode.KEEP)
@@ -369,7 +367,6 @@ def test_a_process_that_comes_later_knows_the_weights(tmp_path: Path):
             other = RemoteEngine(client.commands, f"ipc://{tmp_path / 'events'}", api_server=1)
             await other.start()
             assert other.weight_version == "five"
-            ask(client, "held")
             listener = ask(other, "a")
             await listener.until(3)
             await pause_there(client, PauseMode.KEEP)
