@@ -168,8 +168,7 @@ class EngineCore:
             counts.kv_events_dropped = scheduler.page_events.num_lost
         if scheduler.policy is not None:
             counts.slack_tokens = scheduler.policy.slack_tokens
-            error = scheduler.policy.predictor.error
-            counts.prediction_error = {"p50": error(0.5), "p95": error(0.95)}
+            counts.prediction_error = scheduler.policy.predictor.errors()
         counts.num_programs_to_come = len(self._deferred_programs)
         counts.num_compiles_after_warm_up = self._runner.num_compiles - self._num_compiles_at_start
         counts.recent_steps = self._step_log.recent()

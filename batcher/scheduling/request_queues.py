@@ -94,8 +94,9 @@ class RequestQueues:
     def add(self, sequence: RequestState) -> None:
         """Adds a new request to the queue."""
         sequence.arrival = self._num_arrivals
-        sequence.order = (self._start_by(sequence), sequence.arrival)
+        sequence.order = (0.0, sequence.arrival)
         self._num_arrivals += 1
+        self._take_targets(sequence)
         if self.models is not None:
             self.models.add(sequence.request.model)
         if self._held_back is None:
@@ -103,9 +104,8 @@ class RequestQueues:
         else:
             self._held_back[sequence.arrival] = sequence
 
-    def _start_by(self, sequence: RequestState) -> float:
-        """The latest start of a request's prompt that keeps its target; 0 if there are no targets."""
-        return 0.0
+    def _take_targets(self, sequence: RequestState) -> None:
+        """Gives a new request its latency targets, and the place in the queue that follows from them."""
 
     def _wait(self, sequence: RequestState) -> None:
         self.waiting.add(sequence)

@@ -58,7 +58,7 @@ from batcher.scheduling.request_queues import RequestQueues
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.speculation import Drafts
 from batcher.scheduling.step_plan import Chunk, StepPlan
-from batcher.scheduling.targets import LAST_FIRST, StepPolicy, turn_of
+from batcher.scheduling.targets import LAST_FIRST, Begun, StepPolicy, begun_of, turn_of
 from batcher.step import Bucket, Capacity, Variant
 from batcher.step_budget import StepBudget
 
@@ -122,20 +122,20 @@ class Scheduler(RequestQueues):
         self._strictest_s = math.inf  # the ITL target of the step that is planned
         self.late: dict[RequestState, int] = {}  # waiting requests to refuse -> seconds after which to try again
 
-    def _start_by(self, sequence: RequestState) -> float:
+    def _take_targets(self, sequence: RequestState) -> None:
         request, config = sequence.request, self._config
         sequence.targets = None if request.is_flex or sequence.pooling else request.targets or config.targets
         if self.policy is None:
             if sequence.targets is None:
-                return 0.0
+                return
             percentile = (config.targets or Targets()).percentile
             self.policy = StepPolicy(config.step_estimate, self.ladder, percentile)
-        order = self.policy.start_by(sequence.arrived_s, sequence.ttft_s, sequence.num_prompt)
-        if config.refuses_late and (ttft_s := sequence.ttft_s) is not None:
-            sequence.order = (order, sequence.arrival)
-            if (wait_s := self.policy.wait_s(sequence, self.waiting)) > ttft_s:
-                self.late[sequence] = math.ceil(wait_s - ttft_s)
-        return order
+        ttft_s = sequence.ttft_s
+        sequence.order = (self.policy.start_by(sequence.arrived_s, ttft_s, sequence.num_prompt), sequence.arrival)
+        if not config.refuses_late or ttft_s is None:
+            return
+        if (wait_s := self.policy.wait_s(sequence, self.waiting)) > ttft_s:
+            self.late[sequence] = math.ceil(wait_s - ttft_s)
 
     def take_late(self) -> list[tuple[RequestState, int]]:
         """The waiting requests to refuse, with the seconds after which to try again."""
@@ -265,7 +265,7 @@ class Scheduler(RequestQueues):
                 time_left = most_time = limit.cost(past, most)
             if not budget and (head := self.waiting.first()) is not None:
                 self._without_room, self._lacks_time = head, True
-        begun = [*started]  # and those that are admitted below
+        begun = [] if self.policy is None else [begun_of(seq) for seq in started]  # and those that are admitted below
         while budget > 0:
             seq = started[0] if started else None
             head = None if is_full or num_passed == _MAX_PASSED else self.waiting.first(last_first=last_first)
@@ -296,7 +296,8 @@ class Scheduler(RequestQueues):
                 if verdict is not Verdict.ADMITTED:
                     continue
                 num_long += self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed)
-                begun.append(seq)
+                if self.policy is not None:
+                    begun.append(begun_of(seq))
             elif seq is None:
                 break
             else:
@@ -342,7 +343,7 @@ class Scheduler(RequestQueues):
         """The tokens whose K/V the running requests hold, shared ones counted for each."""
         return self.num_row_pages * self.page_size
 
-    def _in_time(self, policy: StepPolicy, seq: RequestState, begun: list[RequestState]) -> Verdict | None:
+    def _in_time(self, policy: StepPolicy, seq: RequestState, begun: list[Begun]) -> Verdict | None:
         """Whether rule 13 keeps a waiting request from being admitted now. `begun`: the prompts that are computed."""
         left = seq.num_known - len(seq.prefix.pages) * self.page_size
         slack_s = math.inf if seq.is_last else policy.slack_s(seq, left, begun, self._clock())
@@ -350,17 +351,17 @@ class Scheduler(RequestQueues):
             return Verdict.LATE
         kv_tokens, strictest_s = self.kv_tokens + seq.num_known, self._strictest_s
         if not seq.is_last:
-            strictest_s = min(strictest_s, policy.strictest(np.array([seq.itl_s])))
+            strictest_s = min(strictest_s, policy.strictest(seq.itl_s))
         is_urgent = slack_s < policy.step_s
         if not policy.may_enter(len(self.running), kv_tokens, strictest_s, is_urgent=is_urgent):
             return Verdict.NO_TIME
         return None
 
     def _admit(
-        self, seq: RequestState, in_this_step: set[bytes], begun: list[RequestState], *, may_be_long: bool = True
+        self, seq: RequestState, in_this_step: set[bytes], begun: list[Begun], *, may_be_long: bool = True
     ) -> Verdict:
         """Admits a waiting request if there is room for it. Without `may_be_long`, a long prompt is not admitted.
-        `begun` are the prompts that are computed."""
+        `begun` are the prompts that are computed, if there is a policy."""
         if seq.last_step > self.last_done:  # preempted in flight
             return Verdict.NOT_READ
         if seq.is_blocked:

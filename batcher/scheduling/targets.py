@@ -2,12 +2,13 @@
 
 A request may have a target for the time to its first token (TTFT) and one for each gap between two tokens (ITL).
 
-1. A step with decodes may take the strictest ITL target of the running requests. Its time is predicted, and a margin
-   for the errors of the prediction is added. Prompts get the largest program that fits. They get the whole budget if no
-   running request has an ITL target, or none decodes. Each gap counts by itself: tokens that came early earn no later
-   gap. In one step of 1 / (1 - percentile), at 99 % in one of 100, prompts get the whole budget whatever the decodes
-   notice, but only if they got nothing in all steps between. So no prompt starves, and the percentile is still kept.
-   A target that is shorter than the smallest step with a prompt would stop all others. It is not kept.
+1. The time of a step with decodes is predicted. The prediction, with a margin for its error, must be within the
+   shortest ITL target of the running requests. Prompts get the tokens of the largest program that is. They get the
+   whole budget if nothing decodes, or no running request has an ITL target. Each gap counts by itself: a token that
+   comes early does not let the next one come late. If prompts have had no token for `1 / (1 - percentile) - 1` steps,
+   99 at the 99th percentile, they get the whole budget in the next step, however long it takes. So no prompt starves,
+   and the percentile is still kept. A target that is shorter than the smallest step with a prompt limits no step,
+   because it would stop all prompts.
 2. Within one priority, requests that can still keep their TTFT go first, in the order of the latest time at which their
    prompts must start. `fair_queue.py` still shares rows among clients. A request without a TTFT target takes its place
    as if it had one of `_USUAL_TTFT_S`, and is never late.
@@ -37,6 +38,9 @@ from batcher.scheduling.request_state import RequestState
 from batcher.scheduling.step_plan import StepPlan
 from batcher.step_budget import StepBudget
 from batcher.step_times import StepEstimate
+
+type Turn = tuple[int, tuple[float, int]]  # level, and the latest start with the arrival: lower ones go first
+type Begun = tuple[Turn, int]  # a prompt's turn, and its tokens that are still to be computed
 
 LAST_FIRST = 8  # steps
 _USUAL_TTFT_S = 2.0
@@ -110,9 +114,11 @@ class StepPredictor:
             taken = np.sort(taken[taken <= _MOST_MARGIN])
             self.margin = max(1.0, float(taken[int(self._percentile * (len(taken) - 1))])) if len(taken) else 1.0
 
-    def error(self, quantile: float) -> float:
-        """The quantile of the errors of the last predictions, as shares of them; 0 before there are any."""
-        return float(np.quantile(np.abs(self._learnt() - 1), quantile)) if self._num_learnt else 0.0
+    def errors(self) -> dict[str, float]:
+        """The median and the 95th percentile of the errors of the last predictions, as shares of them; 0 before there
+        are any."""
+        found = np.quantile(np.abs(self._learnt() - 1), (0.5, 0.95)) if self._num_learnt else np.zeros(2)
+        return dict(zip(("p50", "p95"), found.tolist(), strict=True))
 
     def _learnt(self) -> np.ndarray:
         return self._taken[: min(self._num_learnt, _NUM_ERRORS)]
@@ -172,9 +178,11 @@ class StepPolicy:
 
     # --- the next step ---
 
-    def strictest(self, itl_s: np.ndarray) -> float:
-        """The strictest of these ITL targets, f64[n], that can be kept beside others; infinity if there is none."""
-        return float(itl_s.min(initial=math.inf, where=itl_s >= self.predictor.seconds(*self._smallest, 0, 0)))
+    def strictest(self, itl_s: np.ndarray | float) -> float:
+        """The shortest of these ITL targets, in seconds. Targets that limit no step (rule 1) do not count. Infinity:
+        there is none."""
+        can_be_kept = itl_s >= self.predictor.seconds(*self._smallest, 0, 0)
+        return float(np.min(itl_s, initial=math.inf, where=can_be_kept))
 
     def prompt_tokens(self, num_decodes: int, kv_tokens: int, strictest_s: float, past: int = 0) -> int:
         """The tokens that prompts may have in the next step, where some could use them.
@@ -207,7 +215,8 @@ class StepPolicy:
         return self.predictor.seconds(num_tokens, num_rows, kv_tokens, kv_tokens) * self.predictor.margin <= strictest_s
 
     def may_enter(self, num_rows: int, kv_tokens: int, strictest_s: float, *, is_urgent: bool) -> bool:
-        """Whether one more row may run beside `num_rows`. `is_urgent`: its TTFT would be missed if it waited a step."""
+        """Whether one more row may run beside `num_rows` (rule 4). `is_urgent`: the request would miss its TTFT target
+        if it waited for one more step."""
         if num_rows == 0 or strictest_s == math.inf:
             return True
         rung = bisect_left(self._decodes, num_rows + 1)
@@ -227,7 +236,7 @@ class StepPolicy:
         alone_s = steps * self.predictor.seconds(tokens, self._mixed[tokens][0], 0, 0)
         return arrived_s + (_USUAL_TTFT_S if ttft_s is None else ttft_s - alone_s)
 
-    def slack_s(self, seq: RequestState, num_left: int, begun: Iterable[RequestState], now: float) -> float:
+    def slack_s(self, seq: RequestState, num_left: int, begun: Iterable[Begun], now: float) -> float:
         """The time between a request's first token and its target, if its prompt starts in the step that is planned
         now. Below 0, it would be late.
 
@@ -238,7 +247,7 @@ class StepPolicy:
         if (ttft_s := seq.ttft_s) is None:
             return math.inf
         mine = turn_of(seq)
-        before = sum(len(other.to_compute) - other.num_computed for other in begun if turn_of(other) < mine)
+        before = sum(left for turn, left in begun if turn < mine)
         num_steps, rest = divmod(before + num_left, max(1, self.slack_tokens))
         tokens = min((t for t in self._mixed if t >= rest + self._num_decodes), default=self._token_budget)
         last_s = self.predictor.seconds(tokens, self._mixed[tokens][0], self._kv_tokens, self._kv_tokens)
@@ -279,9 +288,14 @@ class StepPolicy:
         self._busy_until_s = now + sum(each.seconds for each in self._in_flight)
 
 
-def turn_of(seq: RequestState, *, last_first: bool = False) -> tuple[int, tuple[float, int]]:
+def turn_of(seq: RequestState, *, last_first: bool = False) -> Turn:
     """The place of a request in the order of prompts."""
     return seq.level ^ last_first, seq.order
+
+
+def begun_of(seq: RequestState) -> Begun:
+    """A prompt that is computed, for `slack_s`."""
+    return turn_of(seq), len(seq.to_compute) - seq.num_computed
 
 
 def _median(values: Iterable[float]) -> float:

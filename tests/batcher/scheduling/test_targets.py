@@ -80,7 +80,7 @@ def test_a_shape_that_has_not_run_is_predicted_like_the_others(lie):
         raw = predictor.raw(64, 8, 0, 0)
         predictor.learn(64, 8, raw, predictor.seconds(64, 8, 0, 0), raw * lie)
     assert predictor.seconds(512, 8, 0, 0) == pytest.approx(lie * TABLE.seconds(512, 8, kv_tokens=0, pairs=0))
-    assert predictor.error(0.5) == pytest.approx(0, abs=1e-9)
+    assert predictor.errors()["p50"] == pytest.approx(0, abs=1e-9)
 
 
 # --- the tokens of a step ---
