@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
@@ -346,6 +346,7 @@ class Settings:
         return dict(map(_targets_of_key, self.api_key_targets))
 
 
+@cache
 def _targets_of_key(text: str) -> tuple[str, tuple[Targets | None, bool]]:
     name, _, value = text.partition("=")
     if value == FLEX:

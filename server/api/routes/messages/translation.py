@@ -25,9 +25,8 @@ from server.http.request_error import given, invalid, unsupported
 _tools = msgspec.json.Decoder(list[MessageTool] | None)
 # Claude Code's first block. Its value changes with each request, so no cached prefix would be found after it.
 BILLING = "x-anthropic-billing-header:"
-_SAME = (
-    "stream temperature top_p top_k seed ignore_eos cache_salt priority timeout_s service_tier slo".split()
-)  # in both routes
+# Fields of a chat completion that have the same name and meaning.
+_SAME = "stream temperature top_p top_k seed ignore_eos cache_salt priority timeout_s service_tier slo".split()
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
