@@ -181,24 +181,25 @@ def adjust(
     masked = asking & rows.has_mask
 
     def adjusted(x: jax.Array) -> jax.Array:
-        x = _where_asked(biased, lambda x: _add_bias(shard, x, rows), x)
-        x = _where_asked(penalised, lambda x: _penalise(x, rows, history()), x)
-        x = _where_asked(banned, lambda x: _ban_stop_ids(shard, x, rows), x)
-        return _where_asked(masked, lambda x: jnp.where(allowed(shard, masks()), x, -jnp.inf), x)
+        x = _in_place_if(biased.any(), lambda x: _add_bias(shard, x, rows, biased), x)
+        x = _in_place_if(penalised.any(), lambda x: jnp.where(penalised[:, None], _penalise(x, rows, history()), x), x)
+        x = _in_place_if(banned.any(), lambda x: _ban_stop_ids(shard, x, rows, banned), x)
+        return _in_place_if(masked.any(), lambda x: _mask(x, allowed(shard, masks()), masked), x)
 
-    # XLA copies the logits in a branch that does not change them. Where no row asks for anything, it is this one alone.
-    return lax.cond((biased | penalised | banned | masked).any(), adjusted, lambda x: x, logits)
-
-
-def _where_asked(asked: jax.Array, change: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
-    return lax.cond(asked.any(), lambda x: jnp.where(asked[:, None], change(x), x), lambda x: x, logits)
+    return _in_place_if((biased | penalised | banned | masked).any(), adjusted, logits)
 
 
-def _add_bias(shard: VocabShard, logits: jax.Array, rows: SamplingRows) -> jax.Array:
+def _in_place_if(asked: jax.Array, change: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
+    """`change(logits)` if `asked`, a scalar. XLA copies an operand that a branch of a conditional returns unchanged.
+    The state of a loop stays in its buffer, also if no iteration runs."""
+    return lax.while_loop(lambda state: state[0], lambda state: (~state[0], change(state[1])), (asked, logits))[1]
+
+
+def _add_bias(shard: VocabShard, logits: jax.Array, rows: SamplingRows, biased: jax.Array) -> jax.Array:
     row = jnp.arange(logits.shape[0])[:, None]
     place = jnp.arange(MAX_LOGIT_BIAS, dtype=jnp.int32)
     index = shard.locate(rows.bias_ids)  # [S, MAX_LOGIT_BIAS]
-    is_added = (place < rows.num_bias[:, None]) & (index < shard.size)
+    is_added = biased[:, None] & (place < rows.num_bias[:, None]) & (index < shard.size)
     # A request has one bias for a token. If no two indices are equal, chips do not sort them first.
     index = jnp.where(is_added, index, shard.size + place)
     return logits.at[row, index].add(rows.bias_values, mode="drop", unique_indices=True)
@@ -215,9 +216,13 @@ def _penalise(logits: jax.Array, rows: SamplingRows, history: jax.Array) -> jax.
     return logits - rows.presence_penalty[:, None] * (outputs > 0)
 
 
-def _ban_stop_ids(shard: VocabShard, logits: jax.Array, rows: SamplingRows) -> jax.Array:
+def _mask(logits: jax.Array, allowed: jax.Array, masked: jax.Array) -> jax.Array:
+    return jnp.where(masked[:, None] & ~allowed, -jnp.inf, logits)
+
+
+def _ban_stop_ids(shard: VocabShard, logits: jax.Array, rows: SamplingRows, banned: jax.Array) -> jax.Array:
     row = jnp.arange(logits.shape[0])[:, None]
-    is_set = jnp.arange(MAX_DEVICE_STOP_IDS) < rows.num_stop_ids[:, None]
+    is_set = banned[:, None] & (jnp.arange(MAX_DEVICE_STOP_IDS) < rows.num_stop_ids[:, None])
     index = jnp.where(is_set, shard.locate(rows.stop_ids), shard.size)  # [S, MAX_DEVICE_STOP_IDS]
     return logits.at[row, index].set(-jnp.inf, mode="drop")
 

@@ -55,6 +55,7 @@ def test_loops_and_branches_are_in_the_graph(flags):
     assert (result["command_buffers"], result["outside"]) == (1, {}), result
     assert result["inside"].get("kWhile", 0) >= (0 if "--max-loras" in flags else 2)
     assert result["kernels"] > 0 == result["spill_bytes"]
+    assert result["copies"].get("f32[8,128256]", 0) <= 1  # log-probabilities are of the logits before the changes
     assert result["alias_bytes"] >= result["kv_bytes"]
     check_moving(result)
 
