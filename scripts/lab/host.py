@@ -2,6 +2,7 @@
 
     python -m scripts.lab host [--rows 64 256 1024] [--steps 2000] [--arrivals] [--context 200]
     python -m scripts.lab host --tiers off host disk [--arrivals]
+    python -m scripts.lab host --targets [--arrivals]
 
 A runner that answers at once replaces the model, so only the host's work is measured. Prints microseconds of CPU time
 per step: of each part, and of the parts together, the median, the mean and the 99th percentile. `send` is what the
@@ -14,6 +15,8 @@ The `--tiers` take turns of TURN steps: `off`, `host` (pages that are evicted go
 files behind it, which take no time here: every page is saved when it is full). Rows that only decode evict nothing, so
 nothing moves in `host`. With `--arrivals` prompts repeat when the device has lost them: `off` computes them, and the
 others have them in the host's memory. A step takes STEP_S by the engine's clock, so loading pays.
+
+With `--targets`, an engine whose requests have the latency targets TARGETS takes turns with one without.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -33,7 +37,7 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.page_store import Offloading
-from batcher.request import Request, RequestOutput, SamplingParams
+from batcher.request import Request, RequestOutput, SamplingParams, Targets
 from batcher.scheduling.page_moves import OffloadingCounts
 from batcher.step import Capacity
 from scripts.lab.load.tiers import Tier
@@ -47,6 +51,7 @@ BUDGET = 2048
 WARM_UP_STEPS = 100
 TURN = 500  # steps
 STEP_S = 0.02
+TARGETS = Targets(itl_ms=50, ttft_ms=500)
 PAGE_BYTES, PAGES_OF_COPY = 64, 64  # the bytes are no work of the engine's thread
 ADDRESS = "inproc://outputs"
 
@@ -127,7 +132,15 @@ class Bench:
     """Rows on an engine whose steps take no time, and the seconds of each part of its steps."""
 
     def __init__(
-        self, num_rows: int, num_steps: int, tier: Tier, *, arrivals: bool, context: int, waiting: int
+        self,
+        num_rows: int,
+        num_steps: int,
+        tier: Tier,
+        targets: Targets | None,
+        *,
+        arrivals: bool,
+        context: int,
+        waiting: int,
     ) -> None:
         self._arrivals, self._waiting = arrivals, waiting
         self._random = np.random.default_rng(0)
@@ -151,7 +164,7 @@ class Bench:
         self._now_s = 0.0
         self._engine = Engine(
             InstantRunner(capacity),
-            EngineConfig(eos_token_ids=(1, 2, 3), seed=0, offloading=offloading),
+            EngineConfig(eos_token_ids=(1, 2, 3), seed=0, offloading=offloading, targets=targets),
             BucketLadder(BucketConfig(max_num_batched_tokens=BUDGET, max_num_seqs=num_rows + 1)),
             clock=lambda: self._now_s,
         )
@@ -260,14 +273,16 @@ def measure(
     num_rows: int,
     num_steps: int,
     tiers: Sequence[Tier] = (Tier.OFF,),
+    targets: Sequence[Targets | None] = (None,),
     *,
     arrivals: bool = False,
     context: int = 200,
     waiting: int = 0,
-) -> dict[Tier, Bench]:
-    """A bench for each of the tiers, which have taken turns."""
+) -> dict[tuple[Tier, Targets | None], Bench]:
+    """A bench for each of the tiers with each of the targets, which have taken turns."""
     benches = {
-        tier: Bench(num_rows, num_steps, tier, arrivals=arrivals, context=context, waiting=waiting) for tier in tiers
+        kind: Bench(num_rows, num_steps, *kind, arrivals=arrivals, context=context, waiting=waiting)
+        for kind in product(tiers, targets)
     }
     for start in range(0, num_steps, TURN):
         for bench in benches.values():
@@ -287,16 +302,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--waiting", type=int, default=0, help="tokens of a cached prompt that waits")
     parser.add_argument("--tiers", type=Tier, choices=TIERS, nargs="+", action=EachCounts, default=[Tier.OFF],
                         help="what is behind the device's pages")  # fmt: skip
+    parser.add_argument("--targets", action="store_true", help="also with latency targets")
     args = parser.parse_args(argv)
     say_head()
     say("Microseconds of CPU per step: median (mean, p99).\n")
-    table = Table({"rows": "5", "tier": "6", **dict.fromkeys((*PARTS, "parts"), ">16"), "saved, loaded": ">14"}, say)
+    table = Table(
+        {"rows": "5", "tier": "6", "targets": "7", **dict.fromkeys((*PARTS, "parts"), ">16"), "saved, loaded": ">14"},
+        say,
+    )
     for rows in args.rows:
+        targets = (None, TARGETS) if args.targets else (None,)
         benches = measure(
-            rows, args.steps, args.tiers, arrivals=args.arrivals, context=args.context, waiting=args.waiting
+            rows, args.steps, args.tiers, targets, arrivals=args.arrivals, context=args.context, waiting=args.waiting
         )
-        for tier, bench in benches.items():
+        for (tier, told), bench in benches.items():
             moved = bench.counts()
             figures = map(str, bench.figures().values())
-            table.row(rows, tier, *figures, f"{moved.num_saved}, {moved.num_loaded}")
+            told_as = "-" if told is None else f"{told.itl_ms:g}/{told.ttft_ms:g}"
+            table.row(rows, tier, told_as, *figures, f"{moved.num_saved}, {moved.num_loaded}")
     return 0
