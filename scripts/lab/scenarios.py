@@ -11,7 +11,8 @@ before the others, above the capacity. `targets`: chats at six tenths of the cap
 seconds, by default, with static limits of a step's tokens, and with --target-ttft and --target-itl. `goodput`: the
 highest rate of chats within objectives. Servers of one scenario run at the same time, and are loaded one after the
 other; rounds alternate between them. They compile all programs before they are ready: a CPU would compile some while
-the first rows are measured.
+the first rows are measured. `--peer NAME=URL` is a server that runs already and names its model "bench". In each round
+it gets the requests of the first row.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -42,6 +44,7 @@ from scripts.lab.load.metrics import both_of, failures_of, summary
 from scripts.lab.load.scenarios import SCENARIOS, Scenario, Size, Variant, chats, closed_loop
 from scripts.lab.load.servers import serving
 from scripts.lab.tables import Table, ratio, say_head
+from server.flag import EachCounts
 
 GOODPUT = "goodput"
 SLOS = {"ttft": 500.0, "tpot": 50.0}
@@ -61,9 +64,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--start-timeout", type=float, default=300.0, metavar="S")
     p.add_argument("--port", type=int, default=8480, help="of the first server; the others have the next ones")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--peer", type=_peer, nargs="+", action=EachCounts, default=[], metavar="NAME=URL")
     p.add_argument("--output-json", type=local_path)
     add_debug_flag(p)
     return p
+
+
+def _peer(text: str) -> tuple[str, Target]:
+    name, _, url = text.partition("=")
+    if not name or not url.startswith("http"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=URL, such as vllm=http://localhost:8000")
+    return name, Target(base_url=url, model="bench", ignore_eos=True)
 
 
 @contextmanager
@@ -109,16 +120,19 @@ def capacity_of(target: Target, size: Size, random: np.random.Generator) -> floa
     return len(outcomes) / seconds
 
 
-def rows_of(scenario: Scenario, size: Size, targets: Servers, random: np.random.Generator) -> dict[str, Row]:
+def rows_of(
+    scenario: Scenario, size: Size, ours: Servers, peers: Servers, random: np.random.Generator
+) -> dict[str, Row]:
     """The figures of each row by its name, over all rounds."""
-    first = next(iter(targets.values()))
+    first, targets = next(iter(ours.values())), {**ours, **peers}
     for target in targets.values():
         uvloop.run(run(target, chats(size, 4, random), arrivals=None, max_concurrency=4))
     capacity = capacity_of(first, size, random) if scenario.needs_capacity else 0.0
     found: dict[str, list[tuple[list[Outcome], float]]] = defaultdict(list)  # of each round
     seconds = size.seconds / scenario.rounds
     for _ in range(scenario.rounds):
-        for variant in scenario.variants(size, capacity, random):
+        variants = scenario.variants(size, capacity, random)
+        for variant in [*variants, *(replace(variants[0], name=peer, server=peer) for peer in peers)]:
             for part, (outcomes, taken_s) in uvloop.run(measure(variant, targets[variant.server], seconds)).items():
                 name = variant.name if len(variant.parts) == 1 else f"{variant.name}, {part}"
                 found[name].append((outcomes, taken_s))
@@ -192,7 +206,7 @@ def bench(args: argparse.Namespace) -> int:
         else:
             scenario = SCENARIOS[name]
             with servers(scenario.servers(size), args) as targets:
-                results[name] = rows_of(scenario, size, targets, random)
+                results[name] = rows_of(scenario, size, targets, dict(args.peer), random)
             print(table(name, results[name], scenario), end="\n\n", flush=True)
     if args.output_json:
         args.output_json.write_text(json.dumps(results, indent=2) + "\n")

@@ -86,12 +86,13 @@ def fast_servers(tmp_path, monkeypatch):
 
 def test_a_scenario_from_its_servers_to_its_table(fast_servers, tmp_path, capsys, free_port):
     flags = ["--seconds", "0.2", "--context", "256", "--port", str(free_port), "--model", "a model"]
+    flags += ["--peer", f"a peer=http://127.0.0.1:{free_port}"]
     assert scenarios.main(["prefix", *flags, "--output-json", str(tmp_path / "out.json")]) == 0
     cached, uncached = fast_servers
     assert "--model 'a model'" in cached
     assert [("--no-enable-prefix-caching" in command) for command in (cached, uncached)] == [False, True]
     rows = json.loads((tmp_path / "out.json").read_text())["prefix"]
-    assert len(rows) == 4
+    assert len(rows) == 5 and "a peer" in rows
     assert all(row["completed"] and not row["failed"] for row in rows.values())
     printed = capsys.readouterr().out
     assert "time to the first token, with / without cache (TTFT mean): " in printed
