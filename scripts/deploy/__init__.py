@@ -1,1 +1,1 @@
-"""Deployments: manifests, images, units and scripts, and the application for Ray Serve."""
+"""Deployments: manifests, images, units and scripts."""
