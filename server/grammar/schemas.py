@@ -5,38 +5,29 @@
     held.unenforced  # ("uniqueItems",)
 
 The compiler of grammars ignores a keyword that it does not know, and warns of it. It fails on patterns with
-look-around, and on most numbers beyond a double's precision. These are taken out before. `unenforced` has the names of
+look-around, and reads numbers as doubles. What it would misread is taken out before. `unenforced` has the names of
 all keywords that are ignored or taken out: the grammar then allows more than the schema does. Annotations do not count,
 as most values of `format` are.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from batcher.grammar import GrammarError
 from server.grammar.compiler import MAX_MESSAGE_CHARS, Vocabulary, compile_grammar
-from server.grammar.literals import (
-    LISTS,
-    MAPS,
-    SCHEMAS,
-    LiteralRules,
-    NoLiteralFormError,
-    all_inside,
-    has_long_constant,
-    is_exact,
-    subschemas,
-)
+from server.grammar.subschemas import LISTS, MAPS, SCHEMAS, all_inside, subschemas
 
 MAX_GRAMMAR_CHARS = 2**16  # two seconds to compile, at worst: 6,000 optional properties
 MAX_TRIES = 200  # compilations, to find the place of a fault
 # Of `multipleOf`, as a whole number. The compiler makes as many states, and where several apply, their product has 32
 # bits.
 MAX_MULTIPLE, MAX_OF_SEVERAL = 1_000_000, 1_000
+LEAST_EXPONENT = -22  # of ten, that a double holds
 MAX_BOUND = 10**18  # the compiler's ranges are of 64 bits, and have all numbers of as many digits
 # What the compiler enforces. Another `format` is an annotation.
 _FORMATS = frozenset(
@@ -58,22 +49,17 @@ Schema = dict[str, Any]
 
 
 class EnforceableSchema(NamedTuple):
-    """The expression for a schema in a Lark grammar, the rules that it needs, and the keywords that it does not
-    enforce."""
+    """The expression for a schema in a Lark grammar, and the keywords that it does not enforce."""
 
     expression: str
-    lines: tuple[str, ...]
     unenforced: tuple[str, ...]
 
 
-def enforceable_schema(
-    schema: Any, options: Mapping[str, Any], *, prefix: str = "json", strict: bool = False
-) -> EnforceableSchema:
+def enforceable_schema(schema: Any, options: Mapping[str, Any], *, strict: bool = False) -> EnforceableSchema:
     """The part of `schema` that a grammar can enforce. It has been compiled.
 
     Args:
         options: options of the compiler, for example for white space.
-        prefix: the beginning of the names of rules.
         strict: whether the whole schema must be enforced.
 
     Raises GrammarError if the schema is too large or wrong, with the place, or if `strict` and a keyword cannot be
@@ -84,7 +70,7 @@ def enforceable_schema(
     if schema is False:
         raise GrammarError("nothing is valid by the schema `false`")
     try:
-        held = _held({} if schema is True else schema, options, prefix)
+        held = _held({} if schema is True else schema, options)
     except RecursionError as error:
         raise GrammarError("the schema is nested too deeply") from error
     if strict and held.unenforced:
@@ -94,27 +80,22 @@ def enforceable_schema(
     return held
 
 
-def _held(schema: Mapping[str, Any], options: Mapping[str, Any], prefix: str) -> EnforceableSchema:
+def _held(schema: Mapping[str, Any], options: Mapping[str, Any]) -> EnforceableSchema:
     try:
         size = len(json.dumps(schema, allow_nan=False))
     except ValueError as error:
         raise GrammarError(f"the schema cannot be read: {error}") from error
     if size > MAX_GRAMMAR_CHARS:
         raise GrammarError(f"has {size} characters; at most {MAX_GRAMMAR_CHARS} are allowed")
-    reader = _Reader(schema, keeps_long_constants=False)
+    reader = _Reader(schema)
     read = {**reader.read(schema), "x-guidance": options}
     try:
         warnings = _compiled(read)
     except GrammarError as error:
         place = place_of_fault(read, str(error), lambda inner: _fault_of({**inner, "x-guidance": options}))
         raise GrammarError(f"{error} (at {place[:MAX_MESSAGE_CHARS]})") from error
-    expression, lines = f"%json {json.dumps(read)}", []
-    if has_long_constant(schema):
-        with contextlib.suppress(NoLiteralFormError):
-            whole = _Reader(schema, keeps_long_constants=True)
-            rules = LiteralRules(whole.read(schema), options, prefix)
-            reader, expression, lines = whole, rules.expression, rules.lines
-    return EnforceableSchema(expression, tuple(lines), tuple(dict.fromkeys([*reader.left_out, *_keywords(warnings)])))
+    unenforced = tuple(dict.fromkeys([*reader.left_out, *_keywords(warnings)]))
+    return EnforceableSchema(f"%json {json.dumps(read)}", unenforced)
 
 
 def _compiled(schema: Schema) -> list[str]:
@@ -147,8 +128,7 @@ def _keywords(warnings: Iterable[str]) -> Iterator[str]:
 class _Reader:
     """Removes the parts of schemas on which the compiler fails."""
 
-    def __init__(self, root: Any, *, keeps_long_constants: bool) -> None:
-        self._keeps_long_constants = keeps_long_constants
+    def __init__(self, root: Any) -> None:
         multiples = {str(each["multipleOf"]) for each in all_inside(root) if "multipleOf" in each}
         self._max_multiple = MAX_MULTIPLE if len(multiples) == 1 else MAX_OF_SEVERAL
         self.left_out: list[str] = []
@@ -163,10 +143,6 @@ class _Reader:
         for name, is_held in _HELD.items():
             if name in here and not is_held(here):
                 self._leave_out(here, name)
-        if not self._keeps_long_constants:
-            for name in ("const", "enum"):
-                if has_long_constant({name: here.get(name)}):
-                    self._leave_out(here, name)
         for name, value in _ALL_VALID.items():
             if here.get(name) is value or (name == "propertyNames" and here.get(name) == {"type": "string"}):
                 del here[name]
@@ -201,12 +177,28 @@ class _Reader:
             self._leave_out(here, "additionalProperties")  # it does not speak of the names that fit a pattern
 
 
+def _is_exact(number: float) -> bool:
+    """Whether the compiler writes exactly this number. It reads the digits and the power of ten as two doubles, so it
+    misreads some numbers of more than 15 digits."""
+    _, digits, exponent = Decimal(str(number)).as_tuple()
+    is_short = int("".join(map(str, digits))) <= 2**53 and int(exponent) >= LEAST_EXPONENT
+    return is_short and abs(number) <= 2**53
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, list | Mapping):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(inner)
+
+
 def _is_held_bound(name: str) -> Callable[[Schema], bool]:
     def holds(here: Schema) -> bool:
         bound = here[name]
         if isinstance(bound, bool) or not isinstance(bound, int | float):
             return True  # of draft 4, or a value of a wrong type, which the compiler refuses
-        return is_exact(bound) or (abs(bound) < MAX_BOUND and int(float(bound)) == bound)
+        return _is_exact(bound) or (abs(bound) < MAX_BOUND and int(float(bound)) == bound)
 
     return holds
 
@@ -232,6 +224,8 @@ def _is_regex(pattern: Any) -> bool:
 
 
 _HELD: dict[str, Callable[[Schema], bool]] = {
+    "const": lambda here: all(map(_is_exact, _numbers(here["const"]))),
+    "enum": lambda here: all(map(_is_exact, _numbers(here["enum"]))),
     **{name: _is_held_bound(name) for name in _BOUNDS},
     **{name: _is_held_count(name) for name in ("minProperties", "maxProperties")},
     "pattern": lambda here: _is_regex(here["pattern"]),

@@ -210,12 +210,11 @@ def tool_grammar(tools: Tools, answer: str | None = None, form: type[CallParser]
     is_free = tools.choice is ToolChoice.AUTO and answer is None
     specs = [spec for spec in tools.specs if spec.strict or not is_free]
     options = JSON_OPTIONS if answer is not None else ONE_LINE
-    held = [_held(spec, options, f"tool_{i}") for i, spec in enumerate(specs)]
+    held = [_held(spec, options) for spec in specs]
     unenforced = tuple(
         f"{spec.name}: {name}" for spec, each in zip(specs, held, strict=True) for name in each.unenforced
     )
-    lines = [line for each in held for line in each.lines]
-    lines += [f"arguments_{i}: {each.expression}" for i, each in enumerate(held)]
+    lines = [f"arguments_{i}: {each.expression}" for i, each in enumerate(held)]
     if is_free:
         lines += ["start: begun* TEXT", f"TEXT: /{ANY_TEXT}/", *_begun_calls(specs)]
         return Grammar(lark_grammar("\n".join(lines), foreign=False), unenforced)
@@ -227,11 +226,11 @@ def tool_grammar(tools: Tools, answer: str | None = None, form: type[CallParser]
     return Grammar(json.dumps({"grammars": [either, {**start, "name": "answer"}, *others]}), unenforced)
 
 
-def _held(spec: FunctionSpec, options: Mapping[str, Any], prefix: str) -> EnforceableSchema:
+def _held(spec: FunctionSpec, options: Mapping[str, Any]) -> EnforceableSchema:
     """The part of the arguments' schema that the grammar enforces. A tool without a schema takes no arguments."""
     schema = {"additionalProperties": False} if spec.parameters is None else spec.parameters
     try:
-        return enforceable_schema({**schema, "type": "object"}, options, prefix=prefix, strict=bool(spec.strict))
+        return enforceable_schema({**schema, "type": "object"}, options, strict=bool(spec.strict))
     except GrammarError as error:
         raise GrammarError(f"{spec.name}: {error}") from error
 

@@ -269,11 +269,12 @@ def test_strict_fields_refuse_what_is_unknown(strict, fields, param):
 
 
 def test_strict_fields_know_a_structural_tag(strict):
-    tag = {"type": "tag", "begin": "<", "content": {"type": "any_text"}, "end": ">"}
-    assert post(strict, response_format={"type": "structural_tag", "format": tag}).status_code == 200
-    refused = post(strict, response_format={"type": "structural_tag", "format": {**tag, "mood": 1}})
+    content = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    tags = {"type": "triggered_tags", "triggers": ["<"], "tags": [{"begin": "<", "content": content, "end": ">"}]}
+    assert post(strict, response_format={"type": "structural_tag", "format": tags}).status_code == 200
+    refused = post(strict, response_format={"type": "structural_tag", "format": {**tags, "mood": 1}})
     assert refused.status_code == 400
-    assert "the field `mood` of `tag`" in refused.json()["error"]["message"]
+    assert "the field `mood`" in refused.json()["error"]["message"]
 
 
 def test_strict_fields_hold_for_the_parts_of_other_routes(strict):

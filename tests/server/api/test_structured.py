@@ -25,7 +25,10 @@ from tests.server.support.stub_app import DONE, StubClient, call, state_of
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
-NEW_TAG = {"format": {"type": "tag", "begin": "<", "content": {"type": "any_text"}, "end": ">"}}
+CONTENT = {"type": "json_schema", "json_schema": SCHEMA}
+NEW_TAG = {
+    "format": {"type": "triggered_tags", "triggers": ["<"], "tags": [{"begin": "<f>", "content": CONTENT, "end": ">"}]}
+}
 
 
 class State:
@@ -79,7 +82,7 @@ def test_what_each_field_means(body, grammar) -> None:
         ({"response_format": {"type": "xml"}}, "response_format", "`xml` is not supported"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "with a `schema`"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "a `schema`"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format", "needs a `format`, or a list"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "needs a `format`"),
         (
             {"response_format": {"type": "structural_tag", "format": {"type": "any_tokens"}}},
             "response_format",

@@ -83,7 +83,7 @@ def nested(levels: int) -> dict[str, object]:
         (lambda: lark_grammar('start: "a" <|eot_id|>'), "compiler failed"),
         (lambda: lark_grammar("root ::= (("), "EBNF"),
         (lambda: lark_grammar('start: %json {"contains": {}}'), "cannot hold the keyword contains"),
-        (lambda: lark_grammar(f'start: "a" %json {{"const": {-(2**63)}}}'), r"a constant beyond 2\*\*53"),
+        (lambda: lark_grammar(f'start: "a" %json {{"const": {-(2**63)}}}'), "cannot hold the keyword const"),
         (lambda: lark_grammar(f'start: %json {{"minimum": {-(2**63)}}}'), "cannot hold the keyword minimum"),
         (lambda: lark_grammar("start: %json // no schema"), "there must be a JSON schema"),
         (lambda: lark_grammar('{"grammars": [{"json_schema": {}}]}'), "must be in Lark"),
