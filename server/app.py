@@ -39,7 +39,6 @@ from server.api.routes.ui import ui_routes
 from server.api.routes.weights import Weights
 from server.api.served_model import ServedModel, ServedModels
 from server.api.state import ServerState
-from server.api.stats_history import StatsHistory
 from server.batches.batch_file import URLS
 from server.batches.store import BatchStore
 from server.database import Database, FullError
@@ -79,7 +78,6 @@ def create_state(
         model=model,
         models=ServedModels(settings, engine, model),
         templates=TemplateRunner(timeout_s=settings.template_timeout_s),
-        history=StatsHistory(lambda: engine.stats),
         metrics=ServerMetrics(
             engines,
             prefix=settings.metrics_prefix,

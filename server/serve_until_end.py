@@ -50,7 +50,6 @@ async def serve(
     """
     gc.freeze()  # a full collection of what the start has made would stop all streams for 50 ms
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    recording = asyncio.create_task(state.history.record()) if state.settings.ui else None
     batches = None if state.run_batches is None else asyncio.create_task(state.run_batches())
     while not server.started and not serving.done():
         await asyncio.sleep(TICK_S)
@@ -73,8 +72,6 @@ async def serve(
     await serving
     if batches is not None:
         await asyncio.wait([batches])
-    if recording is not None:
-        recording.cancel()
     return EXIT_OK if engine.death is None else EXIT_ENGINE_FAILED
 
 

@@ -15,7 +15,6 @@ from server.api.named_folder import Loaded, NamedFolder
 from server.api.peers import EngineState, GetEngineState, Peers, state_of
 from server.api.record import RequestRecord, log_request
 from server.api.served_model import ServedModel, ServedModels
-from server.api.stats_history import StatsHistory
 from server.api.tracing import Tracer
 from server.batches.store import BatchStore
 from server.database import Database
@@ -47,7 +46,6 @@ class ServerState:
     models: ServedModels  # the others
     templates: TemplateRunner
     metrics: ServerMetrics
-    history: StatsHistory
     database: Database
     tracer: Tracer | None = None  # None: there are no traces
     batches: BatchStore | None = None  # None: there are no files and batches

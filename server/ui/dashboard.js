@@ -1,4 +1,4 @@
-// The engine's numbers over time. The server keeps those of two minutes; after that the page keeps what it receives.
+// The engine's numbers over time, from the opening of the page on.
 
 import { drawLanes, drawLines } from "/ui/charts.js";
 import { tile } from "/ui/plan.js";
@@ -25,11 +25,6 @@ export class Dashboard {
     });
   }
 
-  /** What /ui/state is asked for once: the readings from before the page was opened. */
-  get missing() {
-    return this.readings.length ? "" : `&history=${SPAN_S}`;
-  }
-
   show(shown) {
     this.shown = shown;
     if (shown) requestAnimationFrame(() => this.draw());
@@ -43,7 +38,6 @@ export class Dashboard {
       this.forgetSteps();
     }
     this.offerEngines(state.engines);
-    if (!this.readings.length) this.readings = (state.history ?? []).map(({ age_s, ...past }) => ({ at: at - age_s, state: past }));
     this.readings = [...this.readings.filter((reading) => at - reading.at <= SPAN_S + 5), { at, state }];
     for (const step of state.steps) {
       this.skew = Math.min(this.skew, at - step.time_s);

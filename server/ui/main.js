@@ -49,7 +49,7 @@ async function poll() {
   polling = true;
   try {
     const engine = dashboard.engine;
-    const state = await (await request(`/ui/state?engine=${engine}&after=${dashboard.lastStep}${dashboard.missing}`)).json();
+    const state = await (await request(`/ui/state?engine=${engine}&after=${dashboard.lastStep}`)).json();
     if (model.dataset.name !== state.model) suggest((model.dataset.name = state.model));
     model.textContent = `${state.model} · ${state.max_model_len.toLocaleString()} tokens`;
     setHealth(state.alive ? "serving" : "down", state.alive ? "serving" : "engine down");

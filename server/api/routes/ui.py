@@ -19,7 +19,6 @@ from server.api.route import Access, ApiRoute
 from server.api.routes.endpoints import Routes
 from server.api.routes.planner import plan_routes
 from server.api.state import ServerState
-from server.api.stats_history import figures_of
 from server.http.body import read_query
 from server.http.request_error import invalid
 
@@ -64,7 +63,6 @@ def _file_route(path: Path) -> ApiRoute:
 
 
 class _StateQuery(msgspec.Struct):
-    history: int = 0  # seconds
     after: int = -1  # the number of a step
     engine: Annotated[int, msgspec.Meta(ge=0)] = 0
 
@@ -73,14 +71,14 @@ class Dashboard(Routes):
     """Answers `/ui/state`."""
 
     async def state(self, request: Request) -> Response:
-        """The engines' statistics, those of the last `?history=SECONDS`, and the sampled steps of `?engine=NUMBER`
-        after `?after=NUMBER`. Raises RequestError 400."""
+        """The engines' statistics, and the sampled steps of `?engine=NUMBER` after `?after=NUMBER`. Raises RequestError
+        400."""
         query, num_engines = read_query(request.query_params, _StateQuery), len(self._state.engines)
         if query.engine >= num_engines:
             raise invalid("engine", f"the number of an engine, 0 to {num_engines - 1}, got {query.engine}")
-        return JsonAnswer(self._snapshot(query.engine, query.after, query.history))
+        return JsonAnswer(self._snapshot(query.engine, query.after))
 
-    def _snapshot(self, engine: int, last: int, seconds: int) -> dict[str, Any]:
+    def _snapshot(self, engine: int, last: int) -> dict[str, Any]:
         state, stats = self._state, self._state.engine.stats
         steps = state.engines[engine].stats.recent_steps
         names = {state.model.name: 0} | {name: model.identity for name, model in state.engine.models.items()}
@@ -89,7 +87,14 @@ class Dashboard(Routes):
             "max_model_len": state.engine.info.max_model_len,
             "engines": len(state.engines),
             "alive": state.engine.death is None,
-            **figures_of(stats),
+            "running": stats.num_requests_running,
+            "waiting": stats.num_requests_waiting,
+            "pages": stats.num_pages,
+            "pages_used": stats.num_pages_used,
+            "pages_reusable": stats.num_pages_reusable,
+            "prompt_tokens": stats.prompt_tokens,
+            "generation_tokens": stats.generation_tokens,
+            "num_steps": stats.num_steps,
             "prefix_cache_queries": stats.prefix_cache_queries,
             "prefix_cache_hits": stats.prefix_cache_hits,
             "draft_tokens": stats.speculation.num_draft_tokens,
@@ -109,6 +114,5 @@ class Dashboard(Routes):
             "step_tokens_padded": stats.step_tokens_padded,
             "time_to_first_token": stats.time_to_first_token,
             "inter_token_latency": stats.inter_token_latency,
-            "history": state.history.last(seconds),
             "steps": [record for record in steps if record.number > last],
         }
