@@ -81,7 +81,6 @@ def parser() -> argparse.ArgumentParser:
 
 def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Path) -> Settings:
     """The server's settings. Raises ValueError or OSError for invalid values."""
-    _check_role(args)
     names = args.served_model_name or (DEMO if source.name == DEMO else args.model,)
     check_names_differ(named_models(args.models or ()), lora_modules(args.lora_modules or ()), names)
     return Settings(
@@ -96,25 +95,10 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         lora_folder=args.lora_folder,
         models_folder=args.models_folder,
         batch_concurrency=batch_concurrency(args),
-        computes_for_others=args.kv_role == "prefill",
-        transfer_timeout_s=args.kv_transfer_timeout,
         debug=args.debug,
         **answer_settings(args, source.path),
         **values_of(Settings, args),
     )
-
-
-def _check_role(args: argparse.Namespace) -> None:
-    """Raises ValueError if the role and its flags contradict each other."""
-    if (args.kv_role == "decode") != bool(args.prefill_url):
-        raise ValueError(
-            "--kv-role decode and --prefill-url need each other: the URLs are those of its prefill servers"
-        )
-    if args.kv_role == "prefill" and args.data_parallel_size > 1:
-        raise ValueError(
-            "--kv-role prefill has one engine: start several servers in place of --data-parallel-size, and name them "
-            "all by --prefill-url"
-        )
 
 
 def version() -> str:

@@ -33,7 +33,6 @@ from server.api.routes.info import info_routes
 from server.api.routes.invocations import invocation_route
 from server.api.routes.messages.routes import Messages
 from server.api.routes.openapi import docs_routes
-from server.api.routes.prefill import prefill_routes
 from server.api.routes.responses.routes import responses_routes
 from server.api.routes.ui import ui_routes
 from server.api.routes.weights import Weights
@@ -86,11 +85,6 @@ def create_state(
             clients=clients_of((*settings.api_keys, *settings.admin_api_keys)),
         ),
     )
-    if settings.prefill_url:
-        from server.api.prefills import RemotePrefills
-
-        count = state.metrics.observe_prefill
-        state.prefills = RemotePrefills(settings, lambda: engine.info, count)
     folders = ((settings.models_folder, LoadModel), (settings.lora_folder, LoadAdapter))
     state.folders = [NamedFolder(place, kind, state.ask) for place, kind in folders if place is not None]
     return state
@@ -110,7 +104,6 @@ def create_app(state: ServerState) -> Starlette:
         *embeddings,
         invocation_route(state, by_field),
         *routes_of(Batches(state), state),
-        *prefill_routes(state),
         *routes_of(Admin(state), state),  # before /v1/models/{name}
         *info_routes(state),
         *routes_of(Weights(state), state),

@@ -184,8 +184,6 @@ class Settings:
     lora_folder: Path | None = None  # adapters in it are loaded when a request names them; None: there is no folder
     models_folder: Path | None = None  # as well, with models
     batch_concurrency: int = DEFAULT_BATCH_CONCURRENCY  # requests of all batches that are in the engine at once
-    computes_for_others: bool = False  # whether it answers /kv/prefill
-    transfer_timeout_s: float = 30.0  # for a prompt that another server computes
     is_follower: bool = False  # whether it serves /health and /live only, until the leader of its hosts ends it
     debug: bool = False  # whether the engine's process prints the traceback of its failure
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
@@ -221,16 +219,6 @@ class Settings:
         None, "The collector that gets an OpenTelemetry span of each request. It needs the extra `otel`", metavar="URL",
     )  # fmt: skip
     enable_tokenizer_info_endpoint: bool = _of_server(False, "The server answers /tokenizer_info")
-
-    prefill_url: Sequence[str] | None = _of_server(
-        None, "The servers with --kv-role prefill that compute long prompts for this one, such as http://HOST:8000. "
-        "They must have this one's first API key, if it has any", unset="prompts are computed here", nargs="+",
-        metavar="URL",
-    )  # fmt: skip
-    prefill_threshold: int = _of_server(
-        512, "Prompts with fewer new tokens are computed here: they disturb others less than a transfer takes time",
-        least=1,
-    )  # fmt: skip
 
     batch_folder: Path | None = _of_server(  # noqa: RUF009
         None, "The server answers /v1/files and /v1/batches, and keeps files, batches, responses and conversations in "
@@ -318,9 +306,6 @@ class Settings:
         if self.otlp_traces_endpoint is not None and not _is_url(self.otlp_traces_endpoint):
             message = "is the address of a collector, such as http://localhost:4318/v1/traces"
             raise ValueError(f"--otlp-traces-endpoint {message}, not {self.otlp_traces_endpoint!r}")
-        for url in self.prefill_url or ():
-            if not _is_url(url):
-                raise ValueError(f"--prefill-url is the address of a server, such as http://HOST:8000, not {url!r}")
         if not 2 * self.max_body_bytes <= self.max_body_memory_mib * 2**20:
             least = -(-2 * self.max_body_bytes // 2**20)
             raise ValueError(f"--max-body-memory is at least {least} MiB, two bodies, not {self.max_body_memory_mib}")

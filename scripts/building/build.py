@@ -32,7 +32,6 @@ def build_served(served: ServedSettings, report: Report) -> BuiltEngine:
     turn, is_first = served.compile_turn, served.compile_turn is None or served.replica == 0
     folders = start_compiling(settings) if is_first else None
     from scripts.building.engine_plans import plan_engines
-    from scripts.building.offloading import give_pages
     from scripts.building.runner import build_runner, make_publisher, warm_engine
     from scripts.building.shapes import with_models
 
@@ -48,8 +47,7 @@ def build_served(served: ServedSettings, report: Report) -> BuiltEngine:
         engine = warm_engine(built, report, tokenizer, read_tokens=True, publisher=publisher)
         engines, adapters = with_models(built, engine, others, publisher, report)
     weights = WeightChanges(engines, built.runner_weights())
-    info = give_pages(served, engine, built.info)
-    return BuiltEngine(engine=engines, info=info, adapters=adapters, weights=weights)
+    return BuiltEngine(engine=engines, info=built.info, adapters=adapters, weights=weights)
 
 
 def build(
@@ -63,8 +61,6 @@ def build(
         tokenizer: makes the tokenizer from `vocab_size`.
         tokenizer_folder: a folder or a GGUF file, whose end tokens end an answer.
     """
-    if settings.kv_role != "both":
-        raise ValueError(f"--kv-role {settings.kv_role}: only servers compute prompts for each other")
     folders = start_compiling(settings)
     from scripts.building.engine_plans import plan_engines
     from scripts.building.runner import build_runner, make_publisher, warm_engine

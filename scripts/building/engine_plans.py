@@ -163,10 +163,10 @@ def plan_beside(first: EnginePlan, path: str, weights: ChosenWeights) -> EngineP
     drafts, and its pages stay on the device. Raises ValueError if it cannot be used."""
     settings, another = first.settings, f"{path} is a model of another shape than --model"
     num_chips = first.chips.num_chips
-    excluded = {f"--tensor-parallel-size {num_chips}": num_chips > 1, "--kv-role": settings.kv_role != "both"}
-    for flag, is_given in (excluded | {"--kv-events-config": settings.kv_events is not None}).items():
-        if is_given:
-            raise ValueError(f"{another}, which excludes {flag}")
+    if num_chips > 1:
+        raise ValueError(f"{another}, which excludes --tensor-parallel-size {num_chips}")
+    if settings.kv_events is not None:
+        raise ValueError(f"{another}, which excludes --kv-events-config")
     if folder_of(weights) is None and weights.config.vocab_size != first.weights.config.vocab_size:
         raise ValueError(f"{another}, and has no tokenizer of its own for its {weights.config.vocab_size} tokens")
     most, names = settings.max_model_len, "num_pages speculative_config lora_modules lora_folder kv_offloading_path"

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from msgspec.structs import replace
-
-from batcher.engine import Engine
 from batcher.page_store import Offloading
 from model.execution.device_memory import host_memory
 from model.execution.runner import ModelRunner
@@ -17,10 +13,7 @@ from model.loading.weights_digest import files_digest, weights_digest
 from model.page_files.store import PATH_FLAG, PageFiles
 from scripts.building.draft import ChosenDraft, ChosenHead
 from scripts.building.weights import ChosenWeights
-from scripts.flags.settings import EngineSettings, ServedSettings
-from server.engine.fetched_pages import FetchedPages
-from server.engine.page_server import PageServer
-from server.engine.wire import EngineInfo
+from scripts.flags.settings import EngineSettings
 
 GIB = 1 << 30
 # Returns digests of the model's weights and of those of the draft model or head.
@@ -28,9 +21,9 @@ Digests = Callable[[], tuple[str, str]]
 
 
 def start_digests(settings: EngineSettings, weights: ChosenWeights, draft: ChosenDraft | None) -> Digests | None:
-    """Starts to read the weights' files in a separate thread, because that may take long. None: no pages go to files or
-    to other engines."""
-    if settings.kv_offloading_path is None and settings.kv_role == "both":
+    """Starts to read the weights' files in a separate thread, because that may take long. None: pages do not go to
+    files."""
+    if settings.kv_offloading_path is None:
         return None
     thread = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
     found = thread.submit(lambda: (_digest(weights), "" if draft is None else _digest(draft.weights)))
@@ -55,31 +48,7 @@ def make_offloading(settings: EngineSettings, runner: ModelRunner, digests: Dige
         folder, most = expanded(settings.kv_offloading_path, PATH_FLAG), int(settings.kv_offloading_disk * GIB)
         store = PageFiles(folder, runner.page_identity(*digests()), max_bytes=most)
         store.start_listing()  # the first request looks for its prefix there
-    return Offloading(
-        host_bytes=size,
-        store=store,
-        remote=FetchedPages(runner.capacity().page_bytes) if settings.kv_role == "decode" else None,
-        keep_s=settings.kv_transfer_timeout if settings.kv_role == "prefill" else None,
-    )
-
-
-def identity_of_pages(settings: EngineSettings, runner: ModelRunner, digests: Digests | None) -> dict[str, str]:
-    """The facts that must be equal in engines that exchange pages. It is empty if this engine exchanges none."""
-    if settings.kv_role == "both" or digests is None:
-        return {}
-    identity = dataclasses.asdict(runner.page_identity(*digests()))
-    return {name: str(value) for name, value in identity.items()}
-
-
-def give_pages(served: ServedSettings, engine: Engine, info: EngineInfo) -> EngineInfo:
-    """Starts to give pages to other engines, if the role says so. Returns the info with the port and its key.
-
-    Raises ValueError if the port cannot be used.
-    """
-    if served.engine.kv_role != "prefill":
-        return info
-    pages = PageServer(engine, served.host, served.engine.kv_port)
-    return replace(info, page_port=pages.port, page_key=pages.key)
+    return Offloading(host_bytes=size, store=store)
 
 
 def _digest(weights: ChosenWeights | ChosenHead) -> str:

@@ -25,7 +25,7 @@ from scripts.building.engine_plans import plan_engines
 from scripts.building.limits import EnginePlan, choose_step_timeout, even_context, long_prompts, step_estimate
 from scripts.building.load import Loader
 from scripts.building.models import RunnersModels
-from scripts.building.offloading import GIB, Digests, identity_of_pages, make_offloading, start_digests
+from scripts.building.offloading import GIB, Digests, make_offloading, start_digests
 from scripts.building.precompiled import made_for
 from scripts.building.runner_weights import RunnerWeights
 from scripts.building.step_times import choose_step_times
@@ -207,7 +207,7 @@ def build_runner(
         models.read_with(loader)
         if not only_programs and (bound := models.describe_copy(runner.model())) is not None:
             report(f"  models            one in the host's memory comes to the device in {bound}")
-    info = _engine_info(plan, runner, chosen, digests)
+    info = _engine_info(plan, runner, chosen)
     if settings.kv_offloading_size:
         num_tokens = int(settings.kv_offloading_size * GIB) // runner.capacity().page_bytes * info.page_size
         behind = "" if settings.kv_offloading_path is None else f", and behind it {settings.kv_offloading_path}"
@@ -337,7 +337,7 @@ def _say_nothing(line: str) -> None:
     """Drops a line of the report."""
 
 
-def _engine_info(plan: EnginePlan, runner: ModelRunner, chosen: Chosen, digests: Digests | None) -> EngineInfo:
+def _engine_info(plan: EnginePlan, runner: ModelRunner, chosen: Chosen) -> EngineInfo:
     settings, config, spec = plan.settings, plan.weights.config, chosen.attention.spec
     max_model_len, num_tokens = plan.chips.limits.max_model_len, runner.capacity().num_pages * spec.page_size
     return EngineInfo(
@@ -350,7 +350,6 @@ def _engine_info(plan: EnginePlan, runner: ModelRunner, chosen: Chosen, digests:
         max_loras=settings.num_adapter_slots,
         max_models=runner.capacity().max_models,
         adapter_bytes=runner.described.adapter_bytes,
-        page_identity=identity_of_pages(settings, runner, digests),
         page_size=spec.page_size,
         cache_config={
             "page_size": str(spec.page_size),

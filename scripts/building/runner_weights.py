@@ -146,10 +146,6 @@ class RunnerWeights:
     def missing(self) -> Set[str]:
         return self._sleep.missing
 
-    def begin(self) -> None:
-        if self._settings.kv_role != "both":
-            raise ValueError(f"--kv-role {self._settings.kv_role}: other servers know the pages of these weights only")
-
     def receive(self, source: InSharedMemory) -> None:
         from model.loading.received_arrays import received
 
@@ -176,7 +172,6 @@ class RunnerWeights:
                 return {}
         if WEIGHTS in self.missing and not self._sleep.has_dropped:
             raise ValueError("the engine sleeps: wake it up before other weights are loaded")
-        self.begin()
         self._found = self._find(command.model)
         are_stored = self._loader.kv_ranges(self._found) is not None
         return {"the scales of K/V": "stored" if are_stored else "not stored"}

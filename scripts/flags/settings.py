@@ -203,18 +203,6 @@ class EngineSettings:
         16, "GiB of the files in --kv-offloading-path. The least recently used ones are deleted", metavar="GIB",
         above=0, most=2**20,
     )  # fmt: skip
-    kv_role: str = _of_offloading(
-        "both", "A server can compute prompts for others (`prefill`), or have long prompts computed by others "
-        "(`decode`, with --prefill-url)", choices=("both", "prefill", "decode"),
-    )  # fmt: skip
-    kv_port: int = _of_offloading(
-        0, "The port at which a `prefill` server gives pages to those that ask with the token of a prompt; 0: any free "
-        "one. Connections are encrypted, with a key that /kv/prefill tells to who has an API key", least=0, most=65535,
-    )  # fmt: skip
-    kv_transfer_timeout: float = _of_offloading(
-        30, "Seconds after which a `prefill` server drops pages that were not fetched, and a `decode` server computes "
-        "a prompt itself", metavar="S", above=0, most=MOST_SECONDS,
-    )  # fmt: skip
     enable_lora: bool = _of_lora(False, "Requests may name LoRA adapters")
     lora_modules: Sequence[str | Mapping[str, Any]] | None = _of_lora(
         None, 'The adapters of the start: NAME=PATH, or \'{"name": "NAME", "path": "PATH"}\'', nargs="+",
@@ -270,8 +258,6 @@ class EngineSettings:
             raise ValueError(
                 "--kv-offloading-path needs --kv-offloading-size: pages come to files by the host's memory"
             )
-        if self.kv_role != "both" and not self.kv_offloading_size:
-            raise ValueError(f"--kv-role {self.kv_role} needs --kv-offloading-size: pages travel by the host's memory")
         if self.kv_offloading_size and not self.enable_prefix_caching:
             raise ValueError("--kv-offloading-size keeps prefixes: it excludes --no-enable-prefix-caching")
 

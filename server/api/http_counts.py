@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -20,14 +19,6 @@ MOST_NAMES = 100  # of keys and of models; the usage of others is counted under 
 OTHERS = "others"
 
 
-class Prefill(enum.StrEnum):
-    """The outcome of a prompt that another server was to compute."""
-
-    DONE = "done"
-    FAILED = "failed"  # it was computed here
-    SKIPPED = "skipped"  # it was computed here, because all other servers have recently failed
-
-
 @dataclass(kw_only=True, slots=True)
 class HttpCounts:
     """Counts since the start of the process. Some of `process` are present values."""
@@ -36,7 +27,6 @@ class HttpCounts:
     params_n: Histogram = field(default_factory=partial(Histogram, COUNT_BOUNDS))
     params_max_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
     limited: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LIMITS, 0))
-    prefills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Prefill, 0))
     responses: dict[tuple[str, str, str], int] = field(default_factory=dict)  # handler, method, status -> count
     durations: dict[tuple[str, str], Histogram] = field(default_factory=dict)  # handler, method -> seconds
     key_requests: dict[str, int] = field(default_factory=dict)  # by the name of an API key, as the next two

@@ -23,7 +23,7 @@ from prometheus_client.core import HistogramMetricFamily as Histograms
 from prometheus_client.core import Metric
 
 from batcher.stats import Histogram, ModelState
-from server.api.http_counts import HTTP_BOUNDS, MOST_NAMES, OTHERS, HttpCounts, Prefill
+from server.api.http_counts import HTTP_BOUNDS, MOST_NAMES, OTHERS, HttpCounts
 from server.engine.protocol import Engine
 
 Kind = type[Counter] | type[Gauge] | type[Histograms]
@@ -82,10 +82,6 @@ class ServerMetrics:
             names["key"] = key if key in self._key_names else OTHERS
         for kind, name in names.items():
             self._counts.add_usage(kind, name, prompt_tokens=num_prompt_tokens, generation_tokens=num_tokens)
-
-    def observe_prefill(self, outcome: Prefill) -> None:
-        """Counts a prompt that another server was to compute."""
-        self._counts.prefills[outcome] += 1
 
     def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
         """Counts an answer of `handler`, a route's path, and its seconds."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 from server.api.metrics import ServerMetrics
@@ -28,9 +28,6 @@ from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError, mode
 from server.logs import JSON
 from server.settings import Settings
 from server.text.template_runner import TemplateRunner
-
-if TYPE_CHECKING:  # few servers need it, and it imports an HTTP client, which takes long
-    from server.api.prefills import RemotePrefills
 
 MIN_MARKS = 2**16  # brackets and colons that a body may have even if the context is short
 
@@ -56,7 +53,6 @@ class ServerState:
     num_in_flight: int = 0  # requests on the counted routes, of this process
     keys_in_flight: Counter[int] = field(default_factory=Counter)  # by the number of the key, in this process
     peers: Peers | None = None  # None: there is one HTTP process
-    prefills: RemotePrefills | None = None  # None: no other server computes prompts for this one
     folders: Sequence[NamedFolder] = ()  # of models and adapters that are loaded when a request names them
     # by the ids of their answers; the response keeps its generation alive
     generations: WeakValueDictionary[str, Generation | Embeddings] = field(default_factory=WeakValueDictionary)

@@ -74,7 +74,7 @@ class Router:
             loads: the loads of the engines that can be chosen, by their numbers.
         """
         num_prompt = len(prompt) // 4
-        beginnings = list(beginnings_of(prompt, salt)) if self.page_size else []
+        beginnings = list(_beginnings_of(prompt, salt)) if self.page_size else []
         known = dict.fromkeys(loads, 0)
         used: dict[int, list[int]] = {engine: [] for engine in loads}
         holders = set(loads)
@@ -120,18 +120,18 @@ class Router:
         self._prefixes.clear()
 
 
-def beginnings_of(prompt: bytes, salt: int, fine_tokens: int = FINE_TOKENS) -> Iterator[tuple[int, int]]:
+def _beginnings_of(prompt: bytes, salt: int) -> Iterator[tuple[int, int]]:
     """Yields (tokens, digest) of the beginnings of a prompt, i32[n], each one block longer than the one before.
 
     A last block that is not full counts only if it is the first one, because the next turn of a chat would not find it.
-    After `fine_tokens` a block has half as many tokens as the largest power of two up to its start, and BLOCK_TOKENS of
+    After FINE_TOKENS a block has half as many tokens as the largest power of two up to its start, and BLOCK_TOKENS of
     its tokens, evenly spaced, are hashed. So the work hardly grows with the prompt: 131,072 tokens have 44 blocks.
     """
     tokens = memoryview(prompt).cast("i")
     digest = blake2b(salt.to_bytes(16, "little", signed=True), digest_size=8)
     start = 0
     while start < len(tokens):
-        length = BLOCK_TOKENS if start < fine_tokens else (1 << start.bit_length() - 1) // 2
+        length = BLOCK_TOKENS if start < FINE_TOKENS else (1 << start.bit_length() - 1) // 2
         end = min(start + length, len(tokens))
         if start and end < start + length:
             return

@@ -41,9 +41,6 @@ class Weights(Protocol):
     def missing(self) -> Set[str]:
         """The names in `wire.PARTS` of the parts that are not on the devices. No step may run while there are any."""
 
-    def begin(self) -> None:
-        """Begins an update. Raises ValueError if the weights cannot be replaced."""
-
     def receive(self, source: wire.InSharedMemory) -> None:
         """Reads arrays from a trainer. Later calls add arrays, or replace arrays of the same names."""
 
@@ -147,7 +144,6 @@ class WeightChanges:
             case wire.UpdateWeights(step=wire.UpdateStep.BEGIN):
                 if self._is_updating:
                     raise ValueError(f"an update of the weights has begun already: {TO_END}")
-                weights.begin()
                 self._is_updating = True
             case wire.UpdateWeights(step=wire.UpdateStep.ABANDON):
                 self._end_update()

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from batcher.change import PauseMode as PauseMode
-from batcher.page_store import PageSource
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams, Targets, TokenLogprobs
 from batcher.stats import EngineStats
 
@@ -45,8 +44,6 @@ class WireRequest(msgspec.Struct, array_like=True, frozen=True):
     group: str = ""
     adapter: int = 0
     model: int = 0
-    source: PageSource | None = None
-    keep_as: bytes = b""
     targets: Targets | None = None
     is_flex: bool = False
 
@@ -316,9 +313,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_loras: int = 0  # LoRA adapters that run at once; 0: there can be none
     adapter_bytes: int = 0  # bytes of one adapter slot on a device
     max_models: int = 0  # models whose weights may be on the device at once; 0: there is one model only
-    page_identity: dict[str, str] = {}  # must be equal in engines that exchange pages; {}: pages are not exchanged
-    page_port: int = 0  # the port at which it gives pages to other engines; 0: it gives none
-    page_key: str = ""  # the public key of this port
     page_size: int = 0  # tokens
 
 

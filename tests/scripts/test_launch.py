@@ -391,27 +391,6 @@ def test_adapters_and_models_that_cannot_be_are_refused_at_the_start(flags, word
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--kv-role", "prefill"], "--kv-role prefill needs --kv-offloading-size"),
-        (["--kv-offloading-size", "1", "--kv-role", "decode"], "--kv-role decode and --prefill-url need each other"),
-        (["--prefill-url", "http://h:1"], "--kv-role decode and --prefill-url need each other"),
-        (["--kv-offloading-size", "1", "--kv-role", "prefill", "-dp", "2"], "--kv-role prefill has one engine"),
-        (
-            ["--kv-offloading-size", "1", "--kv-role", "decode", "--prefill-url", "http://h:1", "h:2"],
-            "--prefill-url is the address of a server, such as http://HOST:8000, not 'h:2'",
-        ),
-        (["--kv-port", "65536"], "--kv-port must be at most 65535"),
-        (["--kv-transfer-timeout", "0"], "--kv-transfer-timeout must be above 0"),
-        (["--prefill-threshold", "0"], "--prefill-threshold must be at least 1"),
-    ],
-)
-def test_roles_that_cannot_be_are_refused_at_the_start(flags, words, capsys):
-    assert launch.main(flags) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_revisions_are_those_of_the_hub(monkeypatch, model_folder, capsys):
     asked, started = [], []
 

@@ -119,18 +119,6 @@ def test_weights_that_cannot_be_loaded_to_their_end_leave_the_old_ones(fault):
     assert changed.loader.is_deleted == (fault == "place")
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_weights_whose_pages_other_servers_know_stay(role):
-    settings = EngineSettings(device="cpu", kv_offloading_size=1, kv_role=role)
-    changed = Changed()
-    weights = RunnerWeights(changed.loader, settings, choose_weights(settings, "cpu"), "cpu")
-    with pytest.raises(ValueError, match=f"--kv-role {role}"):
-        weights.check(RELOAD)
-    with pytest.raises(ValueError, match=f"--kv-role {role}"):
-        weights.begin()
-    assert changed.are_the_first()
-
-
 def test_what_is_prepared_is_undone_or_ended():
     changed = Changed()
     weights = changed.weights

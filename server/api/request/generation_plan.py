@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
-from batcher.page_store import PageSource
 from batcher.request import MOST_TARGET_MS, Targets
 from server.api.answers.writer import AnswerHead, UsageOptions
 from server.api.record import UNENFORCED, begun, current_record, note
@@ -135,11 +134,10 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     )
     stops = StopStrings(sampling.stops) if sampling.stops else None
     packed = wire.packed_prompts([prompt for _, prompt, _ in prompts])
-    sources = await _sources(state, plan, packed)
     left_s, queue_s = times_left(state, head.deadline)
     requests: list[wire.WireRequest] = []
     earlier: str | None = None  # the last request's grammar
-    for (own, prompt, max_tokens), packed_prompt, source in zip(prompts, packed, sources, strict=True):
+    for (own, prompt, max_tokens), packed_prompt in zip(prompts, packed, strict=True):
         for i in range(head.n):
             text = None if own.grammar is None else own.grammar.text or None
             choice = add_choice(generation, own, len(prompt), stops)
@@ -162,7 +160,6 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
                     group=head.id,
                     adapter=plan.model.adapter,
                     model=plan.model.identity,
-                    source=source if i == 0 else None,  # the others find what the first one has fetched
                     targets=plan.targets,
                     is_flex=plan.is_flex,
                 )
@@ -202,20 +199,6 @@ def add_choice(
     choice = Choice(generation, index, stream, num_prompt, include_stop=include_stop, calls=calls)
     generation.choices.append(choice)
     return choice
-
-
-async def _sources(state: ServerState, plan: GenerationPlan, packed: Sequence[bytes]) -> Sequence[PageSource | None]:
-    """The source of each prompt's pages; None: the prompt is computed here, as all prompts with log-probabilities."""
-    if state.prefills is None or plan.prompt_logprobs is not None:
-        return [None] * len(packed)
-    return await state.prefills.sources(
-        packed,
-        times_left(state, plan.head.deadline)[0],
-        salt=plan.cache_salt,
-        adapter=plan.model.weights,
-        model=plan.head.model,
-        priority=plan.priority,
-    )
 
 
 def times_left(state: ServerState, deadline: float | None) -> tuple[float | None, float | None]:

@@ -22,7 +22,7 @@ from server.http.request_error import NOT_FOUND, RequestError, invalid, unavaila
 
 logger = logging.getLogger("pallas_serve")
 
-SECRET = ("api_keys", "admin_api_keys", "tls", "page_key", "planner", "prefill_url", "otlp_traces_endpoint")
+SECRET = ("api_keys", "admin_api_keys", "tls", "planner", "otlp_traces_endpoint")
 
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -161,8 +161,6 @@ class Admin(Routes):
         if query.reset_running_requests:
             raise invalid("reset_running_requests", "running requests keep their K/V: /abort_requests ends them")
         self._state.engine.reset_prefix_cache(reset_external=query.reset_external)
-        if self._state.prefills is not None:
-            self._state.prefills.forget()
         return JsonAnswer({"status": "ok"})
 
     @route("POST /abort_requests", AbortRequest)

@@ -39,9 +39,6 @@ class AllWeights:
     def missing(self) -> Set[str]:
         return self._own.missing
 
-    def begin(self) -> None:
-        self._own.begin()
-
     def receive(self, source: InSharedMemory) -> None:
         raise ValueError("several hosts take weights from a folder only: give the path of one that every host has")
 

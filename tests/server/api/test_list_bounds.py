@@ -34,7 +34,6 @@ def state_with_all_routes() -> ServerState:
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
     given = {"admin_api_keys": ("boss",), "trust_request_chat_template": True, "batch_folder": folder}
-    given["computes_for_others"] = True
     state = state_of(StubClient(DONE), **given)
     state.engine.info = msgspec.structs.replace(state.engine.info, embedding_size=4)
     return state

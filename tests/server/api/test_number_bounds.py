@@ -19,7 +19,6 @@ HELLO = [{"role": "user", "content": "a"}]
 # Bodies that are answered, where the least one of the schema is not.
 ENOUGH = {
     "/inference/v1/generate": {"token_ids": [1]},
-    "/kv/prefill": {"tokens": "AAAAAA==", "adapter": 0, "model": None, "identity": {}},
     "/update_weights": {
         "update_info": {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], "shared_memory": "none"}
     },
@@ -57,7 +56,6 @@ PLACES = sorted({(route, path) for route, schema in BODIES.items() for path in n
 server = server_of(
     RealConfig(pooling=Pooling.LAST),
     target="tests.server.support.real_engine:build",
-    computes_for_others=True,
     strict_fields=True,
 )
 
@@ -81,7 +79,6 @@ def with_number(schema: Schema, body: object, path: Places, number: float) -> ob
 
 def test_the_table_has_the_numbers_that_are_known():
     assert set(PLACES) >= {
-        ("/kv/prefill", ("cache_salt",)),
         ("/update_weights", ("update_info", "shapes", "0", "0")),
         ("/v1/chat/completions", ("logit_bias", "0")),
         ("/v1/completions", ("prompt", "0", "0")),

@@ -8,54 +8,62 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 
 import numpy as np
 import pytest
 import zmq
 
-from batcher.page_store import PageSource
 from server.engine.bounded_listener import DESCRIPTORS, MOST_CONNECTIONS, SHARE, BoundedListener, most_connections
 from server.engine.curve import HANDSHAKE_S, Keys, as_client, as_server, limit
-from server.engine.fetched_pages import FetchedPages
-from server.engine.page_server import TOKEN_BYTES
 from tests.e2e.conftest import ROOT
 
-PAGE_BYTES = 5000
-TOKEN = bytes(TOKEN_BYTES)
-# An engine that gives one page, in a process with few descriptors. It ends when its input does.
-GIVER = f"""
-import resource, sys
+# A socket behind a listener, in a process with few descriptors: it sends messages back. It ends when its input does.
+ECHO = """
+import resource, sys, threading
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-import numpy as np
-from xxhash import xxh3_64_intdigest
-from batcher.page_store import KeptPage
-from server.engine.page_server import PageServer
+import zmq
+from server.engine.bounded_listener import BoundedListener
+from server.engine.curve import Keys, as_server, limit
 
-class Keeper:
-    page = np.arange({PAGE_BYTES}, dtype=np.uint8)
+context, keys = zmq.Context(), Keys.drawn()
+socket = context.socket(zmq.ROUTER)
+socket.setsockopt(zmq.LINGER, 0)
+limit(socket, 1024)
+as_server(socket, keys)
+listener = BoundedListener(socket, "127.0.0.1", 0)
 
-    def kept_page(self, token, index):
-        open("/dev/urandom").close()  # as much else in an engine does
-        return KeptPage(b"tokens", xxh3_64_intdigest(self.page), self.page)
+def answer():
+    try:
+        while True:
+            message = socket.recv_multipart()
+            open("/dev/urandom").close()  # as much else in an engine does
+            socket.send_multipart(message)
+    except zmq.ContextTerminated:
+        socket.close()
 
-    def drop_kept(self, token):
-        pass
-
-own = PageServer(Keeper(), "127.0.0.1", 0)
-print(own.port, getattr(own, "key", ""), flush=True)
+answering = threading.Thread(target=answer)
+answering.start()
+print(listener.port, keys.public.decode(), flush=True)
 sys.stdin.read()
-own.close()
+context.term()
+answering.join()
+listener.close()
 """
 
 
 @contextlib.contextmanager
-def giver() -> Iterator[PageSource]:
-    command = [sys.executable, "-c", GIVER]
+def asking() -> Iterator[tuple[zmq.Socket[bytes], int]]:
+    """A socket that may ask the process, and the process's port."""
+    command = [sys.executable, "-c", ECHO]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         port, key = process.stdout.readline().split()
-        yield PageSource(address=f"tcp://127.0.0.1:{port}", key=key, token=TOKEN, keep_s=3600)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.setsockopt(zmq.RCVTIMEO, 60_000)
+            as_client(peer, Keys.drawn(), key.encode())
+            peer.connect(f"tcp://127.0.0.1:{port}")
+            yield peer, int(port)
         assert process.poll() is None
         process.communicate("")
     assert process.returncode == 0
@@ -65,34 +73,25 @@ def connect(port: int, stack: contextlib.ExitStack) -> socket.socket:
     return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
 
 
-def port_of(source: PageSource) -> int:
-    return int(source.address.rpartition(":")[2])
-
-
 def test_more_connections_than_descriptors_leave_the_process_its_own() -> None:
-    """Silent ones, and all are open while an honest engine asks."""
-    with giver() as source, contextlib.ExitStack() as stack, closing(FetchedPages(PAGE_BYTES, page_s=60)) as pages:
+    """Silent ones, and all are open while an honest peer asks."""
+    with asking() as (peer, port), contextlib.ExitStack() as stack:
         for _ in range(200):
-            connect(port_of(source), stack)
-        pages.expect([b"digest"], source)
-        page = np.zeros(PAGE_BYTES, np.uint8)
-        assert pages.load(b"digest", b"tokens", page)
-        np.testing.assert_array_equal(page, np.arange(PAGE_BYTES, dtype=np.uint8))
+            connect(port, stack)
+        peer.send(b"page")
+        assert peer.recv() == b"page"
 
 
-def test_an_engine_that_is_connected_stays_so_whoever_comes() -> None:
-    with giver() as source, contextlib.ExitStack() as stack, closing(FetchedPages(PAGE_BYTES, page_s=60)) as pages:
-        page = np.zeros(PAGE_BYTES, np.uint8)
+def test_a_peer_that_is_connected_stays_so_whoever_comes() -> None:
+    with asking() as (peer, port), contextlib.ExitStack() as stack:
+        events = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         for number in range(3):
-            pages.expect([b"%d" % number, b"next"], source)
-            assert pages.load(b"%d" % number, b"tokens", page)
-            (known,) = pages._sockets.values()
-            if number == 0:
-                events = known.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            peer.send(b"%d" % number)
+            assert peer.recv() == b"%d" % number
             for _ in range(100):
-                connect(port_of(source), stack)
+                connect(port, stack)
         assert not events.poll(0)
-        known.disable_monitor()
+        peer.disable_monitor()
         events.close()
 
 

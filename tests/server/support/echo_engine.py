@@ -256,8 +256,6 @@ class EchoWeights:
         self._block: str | None = None
         self._change = ChangeWeights(WeightsChange.WAKE_UP)
 
-    def begin(self) -> None: ...
-
     def receive(self, source: InSharedMemory) -> None:
         self._block = source.block
 

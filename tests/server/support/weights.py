@@ -19,7 +19,6 @@ NONE = 99  # weights whose tokens no test expects
 class FakeWeights:
     """Numbers that an engine cannot use."""
 
-    none_begin: bool = False
     wrong: tuple[int, ...] = ()  # a check finds them
     unplaceable: tuple[int, ...] = ()  # only the preparation does
     uncommittable: tuple[int, ...] = ()  # only the commit does
@@ -65,10 +64,6 @@ class Weights:
         self._received: int | None = None
         self._change = ChangeWeights(WeightsChange.WAKE_UP)
         self._number = 0  # of the change
-
-    def begin(self) -> None:
-        if self._faults.none_begin:
-            raise ValueError("this one never begins")
 
     def receive(self, source: InSharedMemory) -> None:
         self._received = int(Path(source.block).read_text())
