@@ -247,18 +247,14 @@ class EngineCore:
         """The times, by the clock, at which `give_up` has something to do, or a model may leave. None: never."""
         offloaded, models = self.scheduler.offloaded, self.scheduler.models
         departure = () if models is None else (models.next_departure(),)
-        return (
-            departure if offloaded is None else (*departure, offloaded.next_deadline(), offloaded.kept.next_deadline())
-        )
+        return departure if offloaded is None else (*departure, offloaded.next_deadline())
 
     def give_up(self) -> None:
-        """Ends the loads that have taken too long: their rows go on without the missing pages. Drops the kept pages
-        that other engines have not taken in time."""
+        """Ends the loads that have taken too long: their rows go on without the missing pages."""
         offloaded = self.scheduler.offloaded
         if offloaded is not None:
             for load in offloaded.overdue():
                 self.scheduler.end_load(load)
-            offloaded.kept.drop_overdue(self._clock())
 
     # --- failure ---
 

@@ -56,9 +56,8 @@ from batcher.deferred_programs import DeferredPrograms, compile_while_serving
 from batcher.delivery import Delivery, Tokens
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, StepTimeoutError
 from batcher.grammar import Grammars
-from batcher.inbox import Abort, Inbox, InboxItem, ModelUnloaded, PagesTaken, Result
+from batcher.inbox import Abort, Inbox, InboxItem, ModelUnloaded, Result
 from batcher.page_events import PageEventSink
-from batcher.page_store import KeptPage, NoPage
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from batcher.requests.admission import make_request_state
 from batcher.requests.live_requests import Staged
@@ -114,7 +113,6 @@ class Engine:
         self._mask_threads = MaskThreads(self._inbox.computed)
         self._stager = WeightsStager(runner, self.core.scheduler.staged, clock, self._inbox.put)
         self._page_mover = self._make_page_mover()
-        self._remote = None if config.offloading is None else config.offloading.remote
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._seeds_lock = threading.Lock()
         self._on_tokens: Callable[[Tokens], None] | None = None
@@ -180,9 +178,6 @@ class Engine:
             # milliseconds, and the engine's thread could not run.
             while not add_digests(sequence, self._capacity.page_size, DIGESTS_AT_ONCE):
                 time.sleep(GIVE_WAY_S)
-        if request.source is not None and self._remote is not None:
-            count = (sequence.num_prompt - 1) // self._capacity.page_size  # the last token is always computed
-            self._remote.expect(sequence.digests[:count], request.source)
         self._inbox.accept(sequence)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -231,21 +226,6 @@ class Engine:
     def in_use(self, kind: WeightsKind) -> set[int]:
         """The LoRA adapters, or the models, of the requests that have not had their last output."""
         return set(self._inbox.num_live_of(kind))
-
-    def kept_page(self, token: bytes, index: int) -> KeptPage | NoPage:
-        """The page `index` of the prompt that a request with `keep_as` left, or why there is none. The page's bytes may
-        change after the prompt is dropped."""
-        offloaded = self.core.scheduler.offloaded
-        host = NoPage.NEVER if offloaded is None else offloaded.kept.find(token, index)
-        if isinstance(host, NoPage):
-            return host
-        assert self._page_mover is not None and host.checksum is not None, "the mover has brought it there"
-        page = self._page_mover.page(host)
-        return NoPage.NEVER if page is None else KeptPage(host.tokens, host.checksum, page)
-
-    def drop_kept(self, token: bytes) -> None:
-        """Drops the pages that are kept under `token`."""
-        self._inbox.put(PagesTaken(token))
 
     def stats(self) -> EngineStats:
         """Totals since start and present gauges. Raises EngineDeadError if the engine is dead."""
@@ -446,8 +426,6 @@ class Engine:
                     self._take_moved(news)
                 case ModelUnloaded(model) if core.scheduler.models is not None:
                     core.scheduler.models.unload(model)
-                case PagesTaken(token) if core.scheduler.offloaded is not None:
-                    core.scheduler.offloaded.kept.drop(token)
                 case Change() | Pause() | Resume():
                     self._deliver(self._changes.take(news))
                 case ForgetPrefixes(reset_external=reset_external):

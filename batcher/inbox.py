@@ -31,12 +31,6 @@ class Abort(NamedTuple):
     reason: FinishReason
 
 
-class PagesTaken(NamedTuple):
-    """Another engine has taken the pages of a prompt that were kept for it."""
-
-    token: bytes
-
-
 class ModelUnloaded(NamedTuple):
     """No name and no request has a model any more."""
 
@@ -50,7 +44,6 @@ InboxItem = (
     | MaskResult
     | Staged
     | Moved
-    | PagesTaken
     | ModelUnloaded
     | Change
     | Pause

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from batcher.page_store import PageSource
 
 MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -114,8 +110,6 @@ class Request:
     group: str = ""  # "": it is alone
     adapter: int = 0  # the identity of the LoRA adapter's weights; 0: the base model
     model: int = 0  # the identity of the model's weights; 0: the model that the engine started with
-    source: PageSource | None = None  # of the prompt's full pages: another engine has computed them
-    keep_as: bytes = b""  # the token by which another engine takes the prompt's full pages; b"": none does
     targets: Targets | None = None  # None: the engine's own, if it has some
     is_flex: bool = False  # it has no targets, and is served in what the others leave
 

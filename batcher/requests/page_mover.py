@@ -70,7 +70,7 @@ class PageMover:
         self._num_pages = num_pages
         self._memory: np.ndarray | None = None  # u8[num_pages, page_bytes], made at the first move
         self._in_place: list[HostPage | None] = [None] * num_pages
-        self._store, self._remote, self._tiers = offloading.store, offloading.remote, offloading.tiers
+        self._store = offloading.store
         self._on_moved = on_moved
         names = ("engine-pages-read", "engine-pages", "engine-pages-write")
         self._workers = self._reads, self._moves, self._writes = [Worker(name, on_failure) for name in names]
@@ -101,14 +101,12 @@ class PageMover:
             self._may_stage.release()
 
     def count(self, counts: OffloadingCounts) -> None:
-        """Sets the counts of the mover, of the store and of pages from other engines."""
+        """Sets the counts of the mover and of the store."""
         counts.num_broken, counts.num_unwritten = self._num_broken, self._num_unwritten
         if self._store is not None:
             counts.num_broken += self._store.num_broken
             counts.num_failed = self._store.num_failed
             counts.num_in_store, counts.bytes_in_store = self._store.num_pages, self._store.bytes_on_disk
-        if self._remote is not None:
-            counts.num_prompts_lost = self._remote.num_failed
 
     def start(self) -> None:
         """Starts the threads. It must be called only once. The threads first write to their buffers: a first write is
@@ -116,11 +114,10 @@ class PageMover:
         self._has_threads = True
         self._moves.do(partial(self._staged, list(np.zeros((self._pages_of_copy, self._page_bytes), np.uint8))))
         self._moves.start()
-        if self._tiers:
+        if self._store is not None:
             for _ in range(2):
                 self._reads.do(lambda: self._buffers.put(self._new_buffer()))
             self._reads.start()
-        if self._store is not None:
             self._writes.start()
 
     def work_here(self, most: int | None = None) -> bool:
@@ -132,11 +129,11 @@ class PageMover:
         return num_done > 0
 
     def clear_store(self) -> None:
-        """Clears the store, and forgets the pages that other engines have announced. It waits for a page that is being
-        written. Pages that are no longer trusted are not written later."""
+        """Clears the store. It waits for a page that is being written. Pages that are no longer trusted are not written
+        later."""
         with self._writing:
-            for tier in self._tiers:
-                tier.clear()
+            if self._store is not None:
+                self._store.clear()
 
     def close(self) -> None:
         """Tells the threads to end after their current moves."""
@@ -150,15 +147,8 @@ class PageMover:
         """Waits until the threads have ended, and closes the store."""
         for worker in self._workers:
             worker.join()
-        for tier in self._tiers:
-            tier.close()
-
-    # --- any thread ---
-
-    def page(self, host: HostPage) -> np.ndarray | None:
-        """The bytes u8[page_bytes] of a page in the host's memory; None if they are not there. A later save may
-        overwrite them, unless the page is kept. The page's checksum reveals this."""
-        return self._place(host) if self._in_place[host.place] is host else None
+        if self._store is not None:
+            self._store.close()
 
     # --- the work ---
 
@@ -238,7 +228,9 @@ class PageMover:
         return [(start, min(start + size, count)) for start in range(0, count, size)]
 
     def _read(self, load: PageLoad) -> None:
-        """Reads pages from the store and from other engines, copy by copy, up to the first lost page."""
+        """Reads pages from the store, copy by copy, up to the first lost page."""
+        store = self._store
+        assert store is not None, "without a store all pages are in the host's memory"
         for start, stop in self._copies_of(load):
             # While one copy is read, the one before it is staged.
             read = self._buffers.get() if self._has_threads else self._new_buffer()
@@ -250,7 +242,7 @@ class PageMover:
             pages = load.away[start:stop]
             num_read = 0
             for page, to in zip(pages, read, strict=False):
-                if page.host is None and not any(tier.load(page.digest, page.tokens, to) for tier in self._tiers):
+                if page.host is None and not store.load(page.digest, page.tokens, to):
                     break
                 num_read += 1
             self._moves.do(partial(self._stage, load, start, stop, read, num_read))

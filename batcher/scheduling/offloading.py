@@ -15,10 +15,6 @@ tokens, which are compared in the same way as for a page of the device.
    computing would have.
 4. A request whose next missing page is being loaded for another request waits for it, as for a page that a step
    computes.
-5. The pages of a prompt that another engine will take are saved as soon as they are full. They are not evicted from the
-   host's memory until they have been taken or their time is over. They fill at most half of it.
-6. Pages that another engine has computed for a request are loaded even if computing them would be faster: this engine's
-   steps are kept free of prompts. Pages that the other engine loses are computed.
 
 This module only decides; the engine's thread calls it. `batcher/requests/page_mover.py` does all work on the bytes, in
 the order in which it is asked.
@@ -39,7 +35,6 @@ from batcher.page_events import (
     PagesCleared,
 )
 from batcher.page_store import Offloading
-from batcher.scheduling.kept_prompts import DevicePage, KeptPrompts
 from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
 from batcher.scheduling.pages import PagePool
 from batcher.scheduling.request_state import RequestState
@@ -93,10 +88,9 @@ class OffloadedPages(PageObserver):
             raise ValueError(
                 f"the host's memory has no room for a page of {capacity.page_bytes} bytes: {offloading.host_bytes=}"
             )
-        self._store, self._tiers = offloading.store, offloading.tiers
-        self._keep_s = offloading.keep_s
-        self._saves_all = self._store is not None or self._keep_s is not None
-        self._pages_of_copy, self._page_bytes = capacity.pages_of_copy, capacity.page_bytes
+        self._store = offloading.store
+        self._saves_all = self._store is not None
+        self._pages_of_copy = capacity.pages_of_copy
         self._page_size = capacity.page_size
         self._ahead = min(capacity.pages_per_seq, capacity.num_pages)
         self._pool, self._clock = pool, clock
@@ -108,7 +102,6 @@ class OffloadedPages(PageObserver):
         self._saves: list[PageSave] = []  # saves that have started or are about to
         self._loads: dict[PageLoad, RequestState] = {}
         self._loading: set[bytes] = set()
-        self.kept = KeptPrompts(self.num_pages // 2, pool.release)
         self.times = Times()
         self.events: PageEventRecorder | None = None
         self.counts = OffloadingCounts(num_places=self.num_pages)
@@ -121,7 +114,7 @@ class OffloadedPages(PageObserver):
     # --- what happens to the device's pages ---
 
     def stored(self, page: int, digest: bytes, tokens: bytes) -> None:
-        if self._saves_all and digest not in self._index and not (self._store and self._store.has(digest)):
+        if self._saves_all and digest not in self._index and not self._is_away(digest):
             self._unsaved[page] = digest, tokens
 
     def released(self, page: int, digest: bytes, tokens: bytes) -> None:
@@ -142,7 +135,6 @@ class OffloadedPages(PageObserver):
     def forgotten(self, page: int | None, digest: bytes) -> None:
         if page is not None:
             self._unsaved.pop(page, None)
-        self.kept.cut(digest)
         host = self._index.pop(digest, None)
         if host is not None:
             host.is_trusted = False
@@ -151,7 +143,6 @@ class OffloadedPages(PageObserver):
 
     def cleared(self) -> None:
         self._unsaved.clear()
-        self.kept.cut()
         for host in self._index.values():
             host.is_trusted = False
             self._places.append(host.place)
@@ -168,7 +159,6 @@ class OffloadedPages(PageObserver):
     def save_ahead(self) -> None:
         """Saves pages ahead by rule 1: many pages at a time, not some in each step. It must be called before a step is
         planned. Planning stores the pages that the step will fill, and these have no K/V yet."""
-        self._save_kept()
         if not self._unsaved:
             return
         if self._saves_all:
@@ -185,18 +175,6 @@ class OffloadedPages(PageObserver):
                 self._unsaved[page] = digest, tokens
                 self._unsaved.move_to_end(page, last=False)
                 return
-
-    def _save_kept(self) -> None:
-        """Saves the pages of kept prompts by rule 5 that were not saved before their request ended."""
-        for prompt in self.kept.unsaved():
-            while prompt.num_to_come:
-                page = prompt.next()
-                if not self.kept.has_room_for(self._index.get(page.digest)):
-                    prompt.cut()
-                elif self._save(*page):
-                    self.kept.keep(prompt, self._index[page.digest])
-                else:
-                    break
 
     def _save(self, page: int, digest: bytes, tokens: bytes) -> bool:
         """Adds a page to a save. Returns False if too many copies are on their way."""
@@ -219,12 +197,11 @@ class OffloadedPages(PageObserver):
         return True
 
     def _free_place(self) -> int | None:
-        """A place in the host's memory, from which rules 2 and 5 may evict a page. None: all pages there are still
+        """A place in the host's memory, from which rule 2 may evict a page. None: all pages there are still
         being copied."""
         if self._places:
             return self._places.pop()
-        while (oldest := next(iter(self._index.values()))).num_keepers:  # true for at most half the pages
-            self._index.move_to_end(oldest.digest)
+        oldest = next(iter(self._index.values()))
         if oldest.is_coming:
             return None
         del self._index[oldest.digest]
@@ -234,16 +211,6 @@ class OffloadedPages(PageObserver):
     def _tell(self, event: PageEvent) -> None:
         if self.events is not None:
             self.events.add(event)
-
-    def keep(self, seq: RequestState) -> None:
-        """Keeps the pages of a prompt by rule 5. The request ends now, and still holds its pages."""
-        if self._keep_s is None or not seq.output:
-            return
-        size = self._page_size
-        count = min(seq.num_committed, (seq.num_prompt - 1) // size)
-        pages = [DevicePage(seq.pages[i], seq.digests[i], seq.page_bytes(i, size)) for i in range(count)]
-        self._pool.acquire(seq.pages[:count])
-        self.kept.add(seq.request.keep_as, self._clock() + self._keep_s, pages)
 
     def end_save(self, save: PageSave, error: Exception | None) -> None:
         """Records the end of a save. With an error, its pages have not been copied."""
@@ -268,7 +235,7 @@ class OffloadedPages(PageObserver):
         return digest in self._loading
 
     def find(self, seq: RequestState, first: int, stop: int) -> list[AwayPage]:
-        """The pages of a request to load by rules 3 and 6, from index `first` up to at most `stop`."""
+        """The pages of a request to load by rule 3, from index `first` up to at most `stop`."""
         away: list[AwayPage] = []
         for index in range(first, stop):
             digest = seq.digests[index]
@@ -279,7 +246,7 @@ class OffloadedPages(PageObserver):
             if host is not None and host.tokens != tokens:
                 break
             page = AwayPage(digest, tokens, host)
-            if seq.request.source is None and not self.times.pays(page, self._page_size):
+            if not self.times.pays(page, self._page_size):
                 break
             away.append(page)
         for page in away:
@@ -288,13 +255,13 @@ class OffloadedPages(PageObserver):
         return away
 
     def _is_away(self, digest: bytes) -> bool:
-        """Whether another engine or the store has the page."""
-        return any(tier.has(digest) for tier in self._tiers)
+        """Whether the store has the page."""
+        return self._store is not None and self._store.has(digest)
 
     def load(self, seq: RequestState, first: int, away: list[AwayPage]) -> None:
         """Starts a load of the pages `away` into the pages of the request, from index `first` on."""
-        now, source = self._clock(), seq.request.source
-        patience_s = self.times.of_tokens(len(away) * self._page_size) if source is None else source.keep_s
+        now = self._clock()
+        patience_s = self.times.of_tokens(len(away) * self._page_size)
         load = PageLoad(
             first=first,
             away=away,
@@ -313,21 +280,17 @@ class OffloadedPages(PageObserver):
         seq = self._loads.pop(load)
         seq.load, load.is_wanted = None, False
         self._loading.difference_update(page.digest for page in load.away)
-        if load.num_written == len(load.away) and seq.request.source is None:
+        if load.num_written == len(load.away):
             self.times.loaded(self._clock() - load.asked_s, load)
         from_store = sum(page.host is None for page in load.away[: load.num_written])
         self.counts.num_loaded += load.num_written - from_store
-        if seq.request.source is None:
-            self.counts.num_loaded_from_store += from_store
-        else:
-            self.counts.num_fetched += from_store
-            self.counts.fetched_bytes += from_store * self._page_bytes
+        self.counts.num_loaded_from_store += from_store
         self.counts.num_not_loaded += len(load.away) - load.num_written
         return seq
 
     def held(self) -> OffloadingCounts:
         """The counts, with the present gauges."""
-        self.counts.num_held, self.counts.num_kept = len(self._index), self.kept.num_pages
+        self.counts.num_held = len(self._index)
         return self.counts
 
     def next_deadline(self) -> float | None:
@@ -345,7 +308,6 @@ class OffloadedPages(PageObserver):
         assert sorted(places) == list(range(self.num_pages)), "a place of the host's memory is lost or held twice"
         assert all(page.is_trusted for page in self._index.values())
         assert all(self._index[page.digest] is page for page in self._index.values())
-        assert self.kept.num_pages <= self.num_pages // 2
         assert all(seq.load is load for load, seq in self._loads.items()), "a load has lost its row"
 
 

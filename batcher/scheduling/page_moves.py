@@ -15,12 +15,11 @@ class HostPage:
     tokens: bytes
     is_coming: bool = True  # the copy of its bytes has not ended
     is_trusted: bool = True  # False: later requests do not find it, nor does the store get it
-    num_keepers: int = 0  # prompts that keep it for other engines; it is not evicted before they are dropped
     checksum: int | None = None  # checksum of its bytes; None: they have not arrived. Only the mover writes it
 
 
 class AwayPage(NamedTuple):
-    """A page to load. Without `host` it comes from another engine or the store, otherwise from the host's memory."""
+    """A page to load. Without `host` it comes from the store, otherwise from the host's memory."""
 
     digest: bytes
     tokens: bytes
@@ -47,7 +46,7 @@ class PageLoad:
     num_written: int = 0
     is_cut: bool = False  # a page is lost, so no page after it comes. Only the mover reads and writes it
     is_wanted: bool = True  # False: its row no longer waits for it
-    from_store: int = field(init=False)  # number of pages that come from the store or another engine
+    from_store: int = field(init=False)  # number of pages that come from the store
 
     def __post_init__(self) -> None:
         self.from_store = sum(page.host is None for page in self.away)
@@ -60,7 +59,6 @@ class OffloadingCounts:
     # gauges
     num_places: int = 0  # pages for which the host's memory has room
     num_held: int = 0  # pages in the host's memory
-    num_kept: int = 0  # pages in the host's memory that are kept for other engines
     num_in_store: int = 0
     bytes_in_store: int = 0
     # counters
@@ -68,12 +66,9 @@ class OffloadingCounts:
     num_lost: int = 0  # evicted from the device without a copy
     num_loaded: int = 0  # loaded from the host's memory
     num_loaded_from_store: int = 0
-    num_fetched: int = 0  # fetched from other engines, or from the store for the same requests
-    fetched_bytes: int = 0  # bytes of the fetched pages
     num_not_loaded: int = 0  # asked for, but computed in the end
     num_broken: int = 0  # pages whose bytes had changed in the host's memory or in the store
     num_failed: int = 0  # failed reads and writes of the store
     num_unwritten: int = 0  # not written, because the store was too slow
-    num_prompts_lost: int = 0  # prompts of which a page did not come from another engine
     num_query_tokens: int = 0  # prompt tokens that were looked up, after those that the device has
     num_hit_tokens: int = 0  # looked-up tokens that were loaded

@@ -150,8 +150,6 @@ class RequestQueues:
             self.models.remove(sequence.request.model)
         if sequence.state is State.RUNNING:
             self.commit(sequence)
-            if self.offloaded is not None and sequence.request.keep_as:
-                self.offloaded.keep(sequence)
             self._leave(sequence)
         elif sequence.state is State.WAITING:
             if self._held_back is None or self._held_back.pop(sequence.arrival, None) is None:
@@ -320,8 +318,6 @@ class RequestQueues:
     def check_integrity(self) -> None:
         """Raises AssertionError if slots, pages or queues are inconsistent."""
         holders = [seq.pages for seq in self.running] + [pages for _, _, pages in self._held]
-        if self.offloaded is not None:
-            holders += self.offloaded.kept.held()
         self.pool.check_integrity(holders)
         slots = [seq.slot for seq in self.running] + [slot for _, slot, _ in self._held]
         assert sorted(slots + self._free_slots) == list(range(self._num_slots))

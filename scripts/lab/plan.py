@@ -58,11 +58,6 @@ def parser() -> argparse.ArgumentParser:
         help="estimate means of the steady state in place of simulating the scheduler, at once",
     )
     load.add_argument(
-        "--prefill-apart",
-        action="store_true",
-        help="compare the best settings with some of their replicas as --kv-role prefill, the others as decode",
-    )
-    load.add_argument(
         "--num-models", type=int, metavar="N", help="models of this shape in one engine, which requests name evenly"
     )
     load.add_argument("--max-concurrency", type=int, metavar="N", help="clients that each send one request at a time")
@@ -108,13 +103,11 @@ def check(args: argparse.Namespace) -> None:
     for name, only in followed.items():
         if args.workload is not None and getattr(args, name) != only:
             raise ValueError(f"--{name.replace('_', '-')} is not simulated: leave it out of a plan with --workload")
-    if args.prefill_apart and (args.workload is None or args.no_simulate or args.max_concurrency is not None):
-        raise ValueError("--prefill-apart needs --workload, and neither --no-simulate nor --max-concurrency")
     if args.num_models is not None and (args.num_models < 2 or args.models or args.models_folder):
         raise ValueError(f"--num-models {args.num_models}: it is at least 2, in place of --models and --models-folder")
     has_models = args.num_models or args.models or args.models_folder
-    if args.workload is not None and has_models and (args.no_simulate or args.prefill_apart):
-        raise ValueError("--num-models, --models: several models are simulated, without --no-simulate, --prefill-apart")
+    if args.workload is not None and has_models and args.no_simulate:
+        raise ValueError("--num-models, --models: several models are simulated, without --no-simulate")
     if args.slo is not None and (args.target_itl is not None or args.target_ttft is not None):
         raise ValueError(
             "--slo and --target-itl or --target-ttft exclude each other: an engine keeps its targets itself"

@@ -13,7 +13,6 @@ from batcher.buckets import BucketLadder
 from model.loading.source import resolve
 from scripts.flags.errors import FailedError
 from scripts.flags.settings import EngineSettings
-from scripts.lab.planning.apart import Apart, layouts
 from scripts.lab.planning.compiled import compiled_account, obstacle
 from scripts.lab.planning.cost import ApiPrice, Cost, cost
 from scripts.lab.planning.estimate import Estimator
@@ -22,7 +21,6 @@ from scripts.lab.planning.plot import plot
 from scripts.lab.planning.report import (
     COUNTED,
     ESTIMATED,
-    apart_line,
     best_lines,
     chips_lines,
     command,
@@ -215,17 +213,6 @@ class Planner:
         return replace(one, num_replicas=(self.target.num_devices or one.num_claimed) // one.num_claimed)
 
     @cached_property
-    def apart(self) -> list[Apart]:
-        """The best settings' replicas with prefill apart from decode, if that is asked for."""
-        if not self.args.prefill_apart:
-            return []
-        assert self.workload is not None
-        if self._best.candidate.num_replicas < 2:
-            raise ValueError(f"--prefill-apart: the best settings have one replica on {self.target.name}")
-        self.report("simulating prefill apart from decode")
-        return list(layouts(self._best, self.workload))
-
-    @cached_property
     def cost(self) -> Cost | None:
         """At the best settings; None without a price."""
         if self.args.price_per_hour is None:
@@ -274,8 +261,6 @@ class Planner:
         if self._holds is not None:
             yield marked(ESTIMATED, self._holds)
         yield from best_lines(self._best)
-        for layout in self.apart:
-            yield apart_line(layout, self._best)
         if self.cost is not None:
             yield from cost_lines(self.cost)
         self._plot()
@@ -301,7 +286,6 @@ class Planner:
                 "best": outcome_json(self._best),
                 "holds": self._holds,
                 "tried": [outcome_json(outcome) for outcome in self.found.tried],
-                "apart": [{**asdict(layout), "mark": ESTIMATED} for layout in self.apart],
                 "workload": self.workload.name if self.workload else None,
                 "cost": None if self.cost is None else {**asdict(self.cost), "mark": ESTIMATED},
             }

@@ -9,7 +9,6 @@ from typing import Any
 
 from batcher.buckets import BucketLadder
 from scripts.building.step_times import FLOPS_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY
-from scripts.lab.planning.apart import Apart
 from scripts.lab.planning.cost import Cost
 from scripts.lab.planning.memory import GIB, Account, MemoryPlan, Sizes
 from scripts.lab.planning.roofline import Roofline
@@ -134,19 +133,6 @@ def outcome_line(outcome: Outcome) -> str:
         f"{replicas} x {outcome.candidate.sizes.chips} chips, {buckets.max_num_seqs:4} rows, "
         f"{buckets.max_num_batched_tokens:5} tokens: {offered}, {outcome.requests_per_s:.2f} answered, "
         f"{outcome.output_tokens_per_s:.0f} output tokens/s; {p} ms: {latencies}{met}",
-    )
-
-
-def apart_line(apart: Apart, together: Outcome) -> str:
-    """The latencies of a layout, and in brackets those of the same replicas where each one does both."""
-    p = together.judged
-    shown = ", ".join(
-        f"{name.removesuffix('_ms').upper()} {apart.latencies[name][p]:.0f} ({together.latencies[name][p]:.0f})"
-        for name in METRICS
-    )
-    return marked(
-        ESTIMATED,
-        f"{apart.num_prefill} prefill and {apart.num_decode} decode (all together), at the same rate; {p} ms: {shown}",
     )
 
 

@@ -16,22 +16,17 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.core import EngineCore
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
-from batcher.page_store import Offloading, PageSource
 from batcher.request import Request, RequestOutput, SamplingParams, Targets
 from batcher.requests.admission import make_request_state
 from batcher.requests.live_requests import Staged
-from batcher.requests.page_mover import Loaded, Saved
 from batcher.scheduling.forecast import Forecast
-from batcher.scheduling.page_moves import PageLoad
 from batcher.scheduling.request_state import RequestState
 from batcher.scheduling.step_plan import StepPlan
 from batcher.step import Capacity, StepOutput, WeightsKind
 from batcher.step_times import PerTokenEstimate, StepEstimate
-from scripts.lab.simulation.instant_runner import NO_PAGES, TOKEN, InstantRunner
+from scripts.lab.simulation.instant_runner import TOKEN, InstantRunner
 
 EOS = 1
-# Of an engine that fetches pages: it waits for them, however long they take.
-_SOURCE = PageSource(address="", key="", token=b"", keep_s=math.inf)
 VOCAB_SIZE = 1 << 20  # its last tokens are those of prefixes that requests share
 NO_TARGETS = Targets()
 DEFAULT_COST = PerTokenEstimate(0.008, 0.00002)  # of a step on the device
@@ -127,8 +122,6 @@ class SimulatedEngine:
         even_context: of the scheduler's budget, see `StepBudget`.
         max_concurrency: requests in the server at once. The next one is sent when another has ended, and counts as
             arrived then. None: there is no limit.
-        fetched_page_s: the full pages of all prompts come from another engine, one after the other, in so many seconds
-            each; None: this engine computes them.
         targets: by which tokens count as late.
         follows_targets: the engine is told of them.
         ends_early: as soon as too many tokens are late to keep them.
@@ -146,7 +139,6 @@ class SimulatedEngine:
         even_context: float = math.inf,
         max_concurrency: int | None = None,
         max_steps: int = 1_000_000,
-        fetched_page_s: float | None = None,
         targets: Targets = NO_TARGETS,
         follows_targets: bool = False,
         ends_early: bool = False,
@@ -164,8 +156,6 @@ class SimulatedEngine:
             max_num_batched_tokens=machine.max_num_batched_tokens,
             vocab_size=VOCAB_SIZE,
             max_models=machine.max_models,
-            page_bytes=1,
-            pages_of_copy=machine.max_model_len // machine.page_size + 1,  # a load is one copy
         )
         limits = BucketConfig(
             max_num_batched_tokens=machine.max_num_batched_tokens, max_num_seqs=machine.max_num_seqs,
@@ -174,7 +164,6 @@ class SimulatedEngine:
         config = EngineConfig(
             eos_token_ids=(EOS,), prefix_caching=prefix_caching, long_prompts=long_prompts,
             even_context=even_context, seed=0,
-            offloading=None if fetched_page_s is None else Offloading(host_bytes=1, remote=_AllPages()),
         )  # fmt: skip
         if follows_targets:
             config = replace(config, targets=targets, step_estimate=machine.cost)
@@ -189,8 +178,6 @@ class SimulatedEngine:
         self._wanted: dict[str, SimulatedRequest] = {}
         self._coming: deque[tuple[int, SimulatedRequest]] = deque()
         self._ends: deque[float] = deque()  # of the steps in flight
-        self._page_s = fetched_page_s
-        self._loads: deque[tuple[float, PageLoad]] = deque()  # and when their pages have come
         self._brought: deque[tuple[float, WeightsKind, int]] = deque()  # weights, and when they have come
         self._last_heard: dict[str, float] = {}
         self._num_late: defaultdict[str, int] = defaultdict(int)  # tokens of each request
@@ -234,8 +221,6 @@ class SimulatedEngine:
 
     def _others(self) -> Iterator[tuple[float, Callable[[], object]]]:
         """What happens next besides the end of a step, and when."""
-        if self._loads:
-            yield self._loads[0][0], self._take_load
         if self._brought:
             yield self._brought[0][0], self._take_brought
         models = self.core.scheduler.models
@@ -254,20 +239,6 @@ class SimulatedEngine:
     def _take_brought(self) -> None:
         _, kind, identity = self._brought.popleft()
         self.core.requests.take_staged(Staged(kind, identity, None, self._machine.bring_s))
-
-    def _take_load(self) -> None:
-        _, load = self._loads.popleft()
-        self.core.take_moved(Loaded(load, NO_PAGES, len(load.away), is_last=True))
-
-    def _move_pages(self) -> None:
-        """Pages come one after the other. What leaves the device takes no time."""
-        for move in self.core.take_moves():
-            if isinstance(move, PageLoad):
-                assert self._page_s is not None
-                began_s = max(self.now, self._loads[-1][0] if self._loads else 0.0)
-                self._loads.append((began_s + self._page_s * len(move.away), move))
-            else:
-                self.core.take_moved(Saved(move[0], None))
 
     def _admit(self, time_s: float) -> bool:
         """Adds requests that have arrived. Returns whether there is anything to do."""
@@ -301,7 +272,6 @@ class SimulatedEngine:
             result.recomputed_tokens += sum(
                 chunk.count for chunk in step.plan.chunks if step.plan.rows[chunk.row].num_preemptions
             )
-        self._move_pages()
         if result.num_steps > self._max_steps:
             raise RuntimeError(f"the workload takes more than {self._max_steps} steps")
 
@@ -383,24 +353,6 @@ def prompt_of(number: int, request: SimulatedRequest) -> np.ndarray:
     return prompt
 
 
-class _AllPages:
-    """`batcher.page_store.RemotePages`, which takes no time: `SimulatedEngine` says when a page comes."""
-
-    num_failed = 0
-
-    def expect(self, digests: Sequence[bytes], source: PageSource) -> None: ...
-
-    def has(self, digest: bytes) -> bool:
-        return True
-
-    def load(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
-        return True
-
-    def clear(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def _sequence(
     number: int, request: SimulatedRequest, capacity: Capacity, arrived_s: float, targets: Targets | None
 ) -> RequestState:
@@ -412,7 +364,6 @@ def _sequence(
             prompt=tuple(prompt_of(number, request).tolist()),
             sampling=sampling,
             model=request.model,
-            source=_SOURCE,
             targets=targets,
         ),
         lambda _output: None,
