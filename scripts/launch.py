@@ -25,7 +25,7 @@ from scripts.flags.compatibility import log_level, unread_variables
 from scripts.flags.config_file import CONFIG, with_config
 from scripts.flags.errors import add_debug_flag, failed
 from scripts.flags.lora import check_names_differ, lora_modules, named_models
-from scripts.flags.parsing import PrintCompletion, add_grouped_help, parse_flags
+from scripts.flags.parsing import add_grouped_help, parse_flags
 from scripts.flags.serve import (
     DECLARED,
     KEY_VARIABLE,
@@ -71,8 +71,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("positional_model", nargs="?", metavar="MODEL", help="The model, as --model names it.")
     p.add_argument(CONFIG, metavar="FILE", help="A YAML file of `flag: value` lines; the command line counts first.")
     add_debug_flag(p)
-    completion = "Prints a completion of flags for bash and zsh to `eval`."
-    p.add_argument("--print-completion", action=PrintCompletion, nargs=0, help=completion)
     add_engine_flags(p)
     for declared in DECLARED:
         add_flags(p, declared)

@@ -1,4 +1,4 @@
-"""Extensions of argparse: vLLM's forms of flags, help in groups, shell completion, and JSON values."""
+"""Extensions of argparse: vLLM's forms of flags, help in groups, and JSON values."""
 
 from __future__ import annotations
 
@@ -20,19 +20,6 @@ ALL = "all"  # the groups of `--help`
 _TRUTHS = {"true": True, "false": False}
 _OPPOSITES = (("--no-", "--"), ("--disable-", "--enable-"), ("--enable-", "--disable-"), ("--", "--no-"))
 _SIZES = {unit: base**power for base, units in ((1000, "kmgt"), (1024, "KMGT")) for power, unit in enumerate(units, 1)}
-# zsh reads bash's completions after `bashcompinit`. Words that are no flags are completed as paths.
-SCRIPT = """\
-[ -z "${{ZSH_VERSION:-}}" ] || {{ autoload -U +X compinit bashcompinit && compinit -u && bashcompinit; }}
-_pallas_serve() {{
-    local word="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
-    case "$previous" in
-{choices}
-        *) case "$word" in -*) words="{flags}" ;; esac ;;
-    esac
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
-complete -o default -F _pallas_serve {command}
-"""
 
 
 def add_grouped_help(parser: argparse.ArgumentParser, *, common: Sequence[str]) -> None:
@@ -76,27 +63,6 @@ def _formatted(parser: argparse.ArgumentParser, heading: str, actions: Sequence[
     formatter.add_arguments(actions)
     formatter.end_section()
     return formatter.format_help()
-
-
-class PrintCompletion(argparse.Action):
-    """Prints the completion of its parser's flags and exits, as `--help` does. The flag has `nargs=0`."""
-
-    @override
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(completion(parser), end="")
-        parser.exit()
-
-
-def completion(parser: argparse.ArgumentParser) -> str:
-    """The shell code of the completion. Suppressed flags are left out. A flag with choices completes to these."""
-    shown = [action for action in parser._actions if action.option_strings and action.help != argparse.SUPPRESS]
-    flags = [flag for action in shown for flag in action.option_strings]
-    choices = [
-        f'        {"|".join(action.option_strings)}) words="{" ".join(map(str, action.choices))}" ;;'
-        for action in shown
-        if action.choices
-    ]
-    return SCRIPT.format(flags=" ".join(flags), choices="\n".join(choices), command=parser.prog)
 
 
 class KeywordParser(argparse.ArgumentParser):
