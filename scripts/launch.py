@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None, router: Router | None = None) -> int:
         with ScratchFolder() as spare:
             tokenizer = tokenizer_folder(args.tokenizer, source, spare.path, args.tokenizer_revision)
             settings = server_settings(args, source, tokenizer)
-            served = ServedSettings(engine=engine, tokenizer=tokenizer, cluster=cluster, host=settings.host)
+            served = ServedSettings(engine=engine, tokenizer=tokenizer, cluster=cluster)
             say(f"pallas-serve {settings.version}: {args.model}")
 
             def on_ready(url: str) -> None:

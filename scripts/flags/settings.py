@@ -358,7 +358,6 @@ class ServedSettings:
     cluster: Cluster | None = None  # the hosts of one engine; None: this host alone
     replica: int = 0  # the engine's number among `num_replicas` engines, which divide this host's chips
     num_replicas: int = 1
-    host: str = "127.0.0.1"  # the address at which pages are given to other servers
     compile_turn: Path | None = (
         None  # the file of `compiling_first`; None: there is one engine, or no cache of programs
     )
