@@ -259,7 +259,8 @@ class Scheduler(RequestQueues):
         if self.policy is not None and (started or self.waiting):
             self._strictest_s = self.policy.strictest(self.columns.limit_s)
             past = started[0].num_computed if started else 0
-            most = self.policy.prompt_tokens(num_rows, self.kv_tokens, self._strictest_s, past)
+            share_held = self.pool.num_used / self.pool.num_pages
+            most = self.policy.prompt_tokens(num_rows, self.kv_tokens, self._strictest_s, past, share_held)
             if num_rows and self._strictest_s < math.inf:
                 limit, budget = self.policy.budget, most
                 time_left = most_time = limit.cost(past, most)

@@ -8,7 +8,9 @@ A request may have a target for the time to its first token (TTFT) and one for e
    comes early does not let the next one come late. If prompts have had no token for `1 / (1 - percentile) - 1` steps,
    99 at the 99th percentile, they get the whole budget in the next step, however long it takes. So no prompt starves,
    and the percentile is still kept. A target that is shorter than the smallest step with a prompt limits no step,
-   because it would stop all prompts.
+   because it would stop all prompts. Longer steps also make requests hold their pages longer. A step with decodes that
+   is longer than usual is taken only if the pages in use, which grow in proportion to the time of a step, would stay
+   below `_PAGES_HELD` of all pages. Programs that take hardly longer than the smallest one with a prompt may always run.
 2. Within one priority, requests that can still keep their TTFT go first, in the order of the latest time at which their
    prompts must start. `fair_queue.py` still shares rows among clients. A request without a TTFT target takes its place
    as if it had one of `_USUAL_TTFT_S`, and is never late.
@@ -49,6 +51,9 @@ _SHAPE_SCALE = 4.0  # and that of one shape, besides: if a table is wrong by two
 _FIRST_MARGIN, _MOST_MARGIN = 1.1, 1.5  # before errors are known; a step that takes longer is an accident
 _NUM_ERRORS, _ERRORS_AT_ONCE = 512, 32
 _MEMORY_S = 2.0  # of the rate of admission
+_PAGES_HELD = 0.6  # the rest is for bursts, and for what admission keeps free
+_USUAL_STEPS = 128  # about as many steps as a request holds its pages
+_HARDLY_LONGER = 1.1
 _LEAST_MEMORY_S = 0.1
 
 
@@ -168,6 +173,7 @@ class StepPolicy:
         self._in_flight: deque[_Dispatched] = deque()
         self._busy_until_s = 0.0
         self._admitted_tokens = self._admitting_s = 0.0  # while requests waited; both fade
+        self._num_steps, self._usual_s = 0, 0.0  # the mean time of the last steps with decodes
 
         most, few = next(iter(self._mixed)), next(reversed(self._mixed))
         rows = self._mixed[most][-1]
@@ -175,6 +181,9 @@ class StepPolicy:
         pair_s = (estimate.seconds(most, rows, kv_tokens=0, pairs=1e6) - step_s) / 1e6
         self.budget = StepBudget(tokens=self._token_budget, even_context=step_s / most / pair_s if pair_s else math.inf)
         self._smallest = few, self._mixed[few][0]
+        free_s = _HARDLY_LONGER * estimate.seconds(*self._smallest, kv_tokens=0, pairs=0)
+        times = {tokens: estimate.seconds(tokens, rows[0], kv_tokens=0, pairs=0) for tokens, rows in self._mixed.items()}
+        self._free_tokens = max(tokens for tokens, seconds in times.items() if seconds <= free_s)
 
     # --- the next step ---
 
@@ -184,7 +193,9 @@ class StepPolicy:
         can_be_kept = itl_s >= self.predictor.seconds(*self._smallest, 0, 0)
         return float(np.min(itl_s, initial=math.inf, where=can_be_kept))
 
-    def prompt_tokens(self, num_decodes: int, kv_tokens: int, strictest_s: float, past: int = 0) -> int:
+    def prompt_tokens(
+        self, num_decodes: int, kv_tokens: int, strictest_s: float, past: int = 0, share_held: float = 0.0
+    ) -> int:
         """The tokens that prompts may have in the next step, where some could use them.
 
         Args:
@@ -192,21 +203,24 @@ class StepPolicy:
             kv_tokens: tokens whose K/V are read, of all running requests.
             past: tokens before the chunk of the first prompt. All prompts together may take the time that their
                 attention would take behind so many.
+            share_held: of the pages, by running requests.
         """
         self._num_decodes, self._kv_tokens = num_decodes, kv_tokens
-        self.slack_tokens = self._fitting(num_decodes, kv_tokens, strictest_s, past)
+        self.slack_tokens = self._fitting(num_decodes, kv_tokens, strictest_s, past, share_held)
         self._num_without = 0 if self.slack_tokens else self._num_without + 1
         return self.slack_tokens
 
-    def _fitting(self, num_decodes: int, kv_tokens: int, strictest_s: float, past: int) -> int:
+    def _fitting(self, num_decodes: int, kv_tokens: int, strictest_s: float, past: int, share_held: float) -> int:
         notices = num_decodes > 0 and strictest_s < math.inf and self._num_without < self._patience
+        longest_s = _PAGES_HELD / share_held * self._usual_s if share_held and self._num_steps else math.inf
         for tokens, row_rungs in self._mixed.items():
             if num_decodes >= row_rungs[-1]:
                 break
             rows = row_rungs[bisect_left(row_rungs, num_decodes + 1)]
             count = min(tokens, self._token_budget) - num_decodes
             self.step_s = self.predictor.seconds(tokens, rows, kv_tokens, kv_tokens + (past + count / 2) * count)
-            if not notices or self.step_s * self.predictor.margin <= strictest_s:
+            has_pages = tokens <= self._free_tokens or self.step_s <= longest_s
+            if not notices or (has_pages and self.step_s * self.predictor.margin <= strictest_s):
                 return count
         return 0
 
@@ -272,6 +286,9 @@ class StepPolicy:
         seconds = self.predictor.seconds(tokens, rows, kv_tokens, pairs)
         self._in_flight.append(_Dispatched(plan.number, tokens, rows, raw_s, seconds))
         self._busy_until_s = max(self._busy_until_s, now) + seconds
+        if len(plan.rows) > len(plan.chunks):
+            self._num_steps = min(self._num_steps + 1, _USUAL_STEPS)
+            self._usual_s += (seconds - self._usual_s) / self._num_steps
         if not have_waiting:
             self._admitted_tokens = self._admitting_s = 0.0
             return
