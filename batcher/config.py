@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.page_store import Offloading
 from batcher.request import Targets
 from batcher.step_times import PerTokenEstimate, StepEstimate, StepTimes
@@ -23,8 +21,6 @@ class EngineConfig:
 
     eos_token_ids: tuple[int, ...]  # every end-of-sequence id of the model's generation_config
     prefix_caching: bool = True
-    long_prompts: LongPrompts = ANY_LENGTH
-    even_context: float = math.inf  # tokens of context, see `StepBudget`; inf: a step's budget counts tokens
     max_waiting: int = DEFAULT_MAX_WAITING  # requests that may wait beyond the ones that the slots can hold
     pipeline_depth: int = DEFAULT_PIPELINE_DEPTH  # steps in flight; 1: no overlap
     step_cost_tokens: int = 16  # tokens whose computation takes as long as one more step; steers chunk trimming
@@ -40,10 +36,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.pipeline_depth < 1:
             raise ValueError(f"at least one step is in flight: {self.pipeline_depth=}")
-        if self.long_prompts.threshold < 0 or not self.long_prompts.may_begin(0):
-            raise ValueError(f"a long prompt has some tokens, and one is computed at a time: {self.long_prompts=}")
-        if not self.even_context > 0:
-            raise ValueError(f"attention costs some time: {self.even_context=}")
         if self.offloading is not None and not self.prefix_caching:
             raise ValueError("pages leave the device as prefixes, which need prefix caching")
         if self.max_waiting < 0:

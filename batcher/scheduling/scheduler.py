@@ -10,7 +10,7 @@ admission, arrival rank), lowest first. Preemption changes neither priority nor 
    its slot and pages, returns to the queue and is recomputed later.
 2. The rest of the budget goes to prompt chunks, in the order of the key. The chunks belong to requests that are already
    running or are admitted in this step. The chunk that completes a request's `to_compute` emits its next token.
-3. Admission is in the order of the queue (exceptions: 4, 5, 6 and 10). A request gets all pages of its tokens to
+3. Admission is in the order of the queue (exceptions: 4, 5 and 9). A request gets all pages of its tokens to
    compute. The pages that all running requests are expected to hold, now and later (`forecast.py`), must fit the pool.
    When nothing else runs, the forecast is skipped: the pool holds at least one request of full length. So the first
    request in the queue is eventually admitted, and the running request with the lowest key is never preempted for
@@ -19,23 +19,20 @@ admission, arrival rank), lowest first. Preemption changes neither priority nor 
    the prefix cache: of n samples of one prompt, only the first computes it. Other requests may pass it in the meantime,
    at most once per page.
 5. A request with a grammar is skipped until the mask of its next token is computed. It keeps its place.
-6. A step computes only a part of a long prompt, and leaves the rest of the budget to others. A request with a long
-   prompt is skipped while the allowed number of long prompts run (`long_prompts.py`). It keeps its place. The budget
-   may be an estimated time; a token then costs more if its context is longer (`step_budget.py`).
-7. The last chunk is shortened to the next smaller bucket if this saves more padding than its rest costs later.
-8. If the first request in the queue finds no room or no time, and `fair_queue.py` names a running request of a client
+6. The last chunk is shortened to the next smaller bucket if this saves more padding than its rest costs later.
+7. If the first request in the queue finds no room or no time, and `fair_queue.py` names a running request of a client
    or a group that holds more rows, that request is preempted. Its full pages stay in the prefix cache, so little is
    recomputed.
-9. In a step without prompts, a row may have drafts (`speculation.py`). The request's limit and the available pages
+8. In a step without prompts, a row may have drafts (`speculation.py`). The request's limit and the available pages
    bound their number.
-10. A request whose LoRA adapter waits for an adapter slot is skipped. It keeps its place. `adapter_slots.py` limits how
+9. A request whose LoRA adapter waits for an adapter slot is skipped. It keeps its place. `adapter_slots.py` limits how
     often it is passed.
-11. A request whose pages come from the host's memory or from a store is admitted, and computes nothing until they have
+10. A request whose pages come from the host's memory or from a store is admitted, and computes nothing until they have
     arrived (`offloading.py`).
-12. With several models, all rows of a step are of one, which `model_turns.py` chooses. The rules above then hold among
+11. With several models, all rows of a step are of one, which `model_turns.py` chooses. The rules above then hold among
     its requests, but preemption takes the highest key of all models. Requests of others are skipped and keep their
     place. After the first request that finds no room in its model's turn, no request of any model is admitted.
-13. If requests have latency targets, `targets.py` limits the tokens of prompts in a step, orders prompts, and may let a
+12. If requests have latency targets, `targets.py` limits the tokens of prompts in a step, orders prompts, and may let a
     row wait. Without targets there is no such policy.
 """
 
@@ -60,11 +57,10 @@ from batcher.scheduling.speculation import Drafts
 from batcher.scheduling.step_plan import Chunk, StepPlan
 from batcher.scheduling.targets import LAST_FIRST, Begun, StepPolicy, begun_of, turn_of
 from batcher.step import Bucket, Capacity, Variant
-from batcher.step_budget import StepBudget
 
-# The most waiting requests that one step tries to admit in vain. It bounds the work for a long queue. Long prompts that
-# are known to wait for their turn are not tried. Requests that wait for their adapters do not count: the try is short,
-# and they are not tried again until something has changed for them.
+# The most waiting requests that one step tries to admit in vain. It bounds the work for a long queue. Requests that
+# wait for their adapters do not count: the try is short, and they are not tried again until something has changed for
+# them.
 _MAX_PASSED = 8
 _MAX_STALLS = 16  # steps in a row: less time than most recomputations, and a short delay for the client
 
@@ -79,7 +75,6 @@ class Verdict(Enum):
     PROMISED = "it waits for a slot that a step in flight will release; others are looked at"
     NOT_READ = "it waits until its last token is read, and so do all requests after it"
     NO_MASK = "it waits for its mask; others may pass"
-    NO_TURN = "it waits for another long prompt; others may pass"
     NO_ADAPTER = "it waits for its LoRA adapter; others may pass"
     NO_MODEL = "it waits for a turn of its model; others may pass"
     NO_TIME = "it waits until a step has time for one more row, and so do all requests after it"
@@ -105,20 +100,17 @@ class Scheduler(RequestQueues):
         self.max_model_len = capacity.max_model_len
         self.ladder = ladder
         self.step_cost_tokens = config.step_cost_tokens
-        self.long_prompts = config.long_prompts
         self.token_budget = ladder.config.max_num_batched_tokens
-        self.step_budget = StepBudget(tokens=self.token_budget, even_context=config.even_context)
-        self._time_of_a_chunk = self.step_budget.cost(0, self.long_prompts.threshold or self.token_budget)
         self.max_stalls = _MAX_STALLS
         self._without_room: RequestState | None = None  # the first in the queue for which the last step had no room
         self._lacks_pages = False  # there was a free slot for it, so it lacked pages
-        self._lacks_time = False  # there was room for it, but no time (rule 13)
+        self._lacks_time = False  # there was room for it, but no time (rule 12)
         self._num_promised = 0  # slots that steps in flight will release to requests before it
         self._mine = self.running  # the running requests of the model whose step is planned
-        self._barrier: RequestState | None = None  # the request of rule 12; only with several models
+        self._barrier: RequestState | None = None  # the request of rule 11; only with several models
         self._config = config
         self._clock = clock
-        self.policy: StepPolicy | None = None  # of rule 13; made for the first request with a target
+        self.policy: StepPolicy | None = None  # of rule 12; made for the first request with a target
         self._strictest_s = math.inf  # the ITL target of the step that is planned
         self.late: dict[RequestState, int] = {}  # waiting requests to refuse -> seconds after which to try again
 
@@ -171,7 +163,7 @@ class Scheduler(RequestQueues):
         return self._plan_ones(singles, chunks, admitted, grown) if chunks else self._plan_decodes(singles, grown)
 
     def _exchange_rows(self) -> None:
-        """Preempts a running request by rule 8, for the first request that found no room in the last step."""
+        """Preempts a running request by rule 7, for the first request that found no room in the last step."""
         seq, self._without_room = self._without_room, None
         if seq is None or seq.state is not State.WAITING or not self.may_start:
             return
@@ -242,17 +234,13 @@ class Scheduler(RequestQueues):
         admitted: list[RequestState] = []
         started = [seq for seq in self._mine if not seq.decoding and not seq.is_blocked and seq.load is None]
         in_this_step: set[bytes] = set()  # digests of the pages that this step's chunks fill
-        num_long = sum(self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed) for seq in started)
         num_passed = self._num_promised = 0
         is_full = False
         if self._barrier is not None and self._barrier.request.model == model:
             self._barrier = None
-        if self.long_prompts.may_begin(num_long):
-            self.waiting.put_back(Verdict.NO_TURN)
         for adapter in self.adapters.to_look_at_again():
             self.waiting.put_back(adapter)
-        limit, time_left = self.step_budget, self.step_budget.time - (self.token_budget - budget)
-        most_time = self._time_of_a_chunk
+        costs, cost_left = None, 0.0  # of chunks, where a target limits the step
         last_first = (self.last_step + 1) % LAST_FIRST == 0
         if self.policy is not None or last_first:
             started.sort(key=lambda seq: self._turn(seq, last_first=last_first))
@@ -262,8 +250,7 @@ class Scheduler(RequestQueues):
             share_held = self.pool.num_used / self.pool.num_pages
             most = self.policy.prompt_tokens(num_rows, self.kv_tokens, self._strictest_s, past, share_held)
             if num_rows and self._strictest_s < math.inf:
-                limit, budget = self.policy.budget, most
-                time_left = most_time = limit.cost(past, most)
+                costs, budget, cost_left = self.policy, most, self.policy.chunk_cost(past, most)
             if not budget and (head := self.waiting.first()) is not None:
                 self._without_room, self._lacks_time = head, True
         begun = [] if self.policy is None else [begun_of(seq) for seq in started]  # and those that are admitted below
@@ -279,7 +266,7 @@ class Scheduler(RequestQueues):
                     if not is_full:
                         self.waiting.set_aside(seq, (Verdict.NO_MODEL, seq.request.model))
                     continue
-                verdict = self._admit(seq, in_this_step, begun, may_be_long=self.long_prompts.may_begin(num_long))
+                verdict = self._admit(seq, in_this_step, begun)
                 if verdict in (Verdict.NO_ROOM, Verdict.NO_TIME, Verdict.NOT_READ):
                     is_full = True
                     if verdict is not Verdict.NOT_READ:
@@ -292,25 +279,25 @@ class Scheduler(RequestQueues):
                 elif verdict is Verdict.LATE:
                     self._demote(seq)
                 elif verdict not in (Verdict.ADMITTED, Verdict.LOADING):
-                    self.waiting.set_aside(seq, verdict if verdict is Verdict.NO_TURN else Verdict.NEXT_STEP)
+                    self.waiting.set_aside(seq, Verdict.NEXT_STEP)
                     num_passed += 1
                 if verdict is not Verdict.ADMITTED:
                     continue
-                num_long += self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed)
                 if self.policy is not None:
                     begun.append(begun_of(seq))
             elif seq is None:
                 break
             else:
                 started.pop(0)
-            most = min(self.long_prompts.chunk(len(seq.to_compute) - seq.num_computed), budget)
-            count = limit.fitting(seq.num_computed, most, min(time_left, most_time))
-            if count == 0:
-                if chunks:
-                    break
-                count = 1
+            count = min(len(seq.to_compute) - seq.num_computed, budget)
+            if costs is not None:
+                count = costs.chunk_within(cost_left, seq.num_computed, count)
+                if count == 0:
+                    if chunks:
+                        break
+                    count = 1
+                cost_left -= costs.chunk_cost(seq.num_computed, count)
             budget -= count
-            time_left -= limit.cost(seq.num_computed, count)
             chunks.append((seq, count))
             if seq.is_new:
                 seq.is_new = False
@@ -345,7 +332,7 @@ class Scheduler(RequestQueues):
         return self.num_row_pages * self.page_size
 
     def _in_time(self, policy: StepPolicy, seq: RequestState, begun: list[Begun]) -> Verdict | None:
-        """Whether rule 13 keeps a waiting request from being admitted now. `begun`: the prompts that are computed."""
+        """Whether rule 12 keeps a waiting request from being admitted now. `begun`: the prompts that are computed."""
         left = seq.num_known - len(seq.prefix.pages) * self.page_size
         slack_s = math.inf if seq.is_last else policy.slack_s(seq, left, begun, self._clock())
         if slack_s < 0:
@@ -358,11 +345,9 @@ class Scheduler(RequestQueues):
             return Verdict.NO_TIME
         return None
 
-    def _admit(
-        self, seq: RequestState, in_this_step: set[bytes], begun: list[Begun], *, may_be_long: bool = True
-    ) -> Verdict:
-        """Admits a waiting request if there is room for it. Without `may_be_long`, a long prompt is not admitted.
-        `begun` are the prompts that are computed, if there is a policy."""
+    def _admit(self, seq: RequestState, in_this_step: set[bytes], begun: list[Begun]) -> Verdict:
+        """Admits a waiting request if there is room for it. `begun` are the prompts that are computed, if there is a
+        policy."""
         if seq.last_step > self.last_done:  # preempted in flight
             return Verdict.NOT_READ
         if seq.is_blocked:
@@ -379,8 +364,6 @@ class Scheduler(RequestQueues):
                 is_loading = self.offloaded is not None and self.offloaded.is_loading(missing)
                 if missing in in_this_step or is_loading:
                     return Verdict.NEXT_STEP
-        if not may_be_long and self.long_prompts.is_long(seq.num_known - len(prefix.pages) * self.page_size):
-            return Verdict.NO_TURN
         if self.policy is not None and (verdict := self._in_time(self.policy, seq, begun)) is not None:
             return verdict
         if not self._free_slots:
@@ -416,7 +399,7 @@ class Scheduler(RequestQueues):
         return self._outlook.fits(seq, self.pool.num_pages - (self.pool.num_used + num_revived - num_own))
 
     def _trim(self, chunks: list[tuple[RequestState, int]], num_decodes: int) -> None:
-        """Shortens the last chunk if that saves padding (rule 7)."""
+        """Shortens the last chunk if that saves padding (rule 6)."""
         seq, count = chunks[-1]
         more_to_come = bool(self.waiting) or len(seq.to_compute) > seq.num_computed + count
         rest = self.ladder.better_left(
@@ -428,7 +411,7 @@ class Scheduler(RequestQueues):
             chunks[-1] = (seq, count - rest)
 
     def _plan_decodes(self, decodes: list[RequestState], grown: list[tuple[RequestState, int]]) -> StepPlan:
-        """The step of decodes only. Rows may have drafts by rule 9."""
+        """The step of decodes only. Rows may have drafts by rule 8."""
         drafts = None
         if self.drafts is not None:
             has_adapters = self._have_adapters(decodes)

@@ -8,9 +8,10 @@ A request may have a target for the time to its first token (TTFT) and one for e
    comes early does not let the next one come late. If prompts have had no token for `1 / (1 - percentile) - 1` steps,
    99 at the 99th percentile, they get the whole budget in the next step, however long it takes. So no prompt starves,
    and the percentile is still kept. A target that is shorter than the smallest step with a prompt limits no step,
-   because it would stop all prompts. Longer steps also make requests hold their pages longer. A step with decodes that
-   is longer than usual is taken only if the pages in use, which grow in proportion to the time of a step, would stay
-   below `_PAGES_HELD` of all pages. Programs that take hardly longer than the smallest one with a prompt may always run.
+   because it would stop all prompts. In longer steps requests also hold their pages longer: the pages in use grow in
+   proportion to the mean time of a step. Where decodes have a target, a program may run if the pages in use would not
+   exceed `_PAGES_HELD` of all pages with all steps as long as it. Programs that take hardly longer than the smallest
+   one with a prompt may always run.
 2. Within one priority, requests that can still keep their TTFT go first, in the order of the latest time at which their
    prompts must start. `fair_queue.py` still shares rows among clients. A request without a TTFT target takes its place
    as if it had one of `_USUAL_TTFT_S`, and is never late.
@@ -38,7 +39,6 @@ import numpy as np
 from batcher.buckets import BucketLadder
 from batcher.scheduling.request_state import RequestState
 from batcher.scheduling.step_plan import StepPlan
-from batcher.step_budget import StepBudget
 from batcher.step_times import StepEstimate
 
 type Turn = tuple[int, tuple[float, int]]  # level, and the latest start with the arrival: lower ones go first
@@ -179,11 +179,12 @@ class StepPolicy:
         rows = self._mixed[most][-1]
         step_s = estimate.seconds(most, rows, kv_tokens=0, pairs=0)
         pair_s = (estimate.seconds(most, rows, kv_tokens=0, pairs=1e6) - step_s) / 1e6
-        self.budget = StepBudget(tokens=self._token_budget, even_context=step_s / most / pair_s if pair_s else math.inf)
+        self._pair_cost = pair_s * most / step_s
         self._smallest = few, self._mixed[few][0]
         free_s = _HARDLY_LONGER * estimate.seconds(*self._smallest, kv_tokens=0, pairs=0)
-        times = {tokens: estimate.seconds(tokens, rows[0], kv_tokens=0, pairs=0) for tokens, rows in self._mixed.items()}
-        self._free_tokens = max(tokens for tokens, seconds in times.items() if seconds <= free_s)
+        self._free_tokens = max(
+            t for t, rows in self._mixed.items() if estimate.seconds(t, rows[0], kv_tokens=0, pairs=0) <= free_s
+        )
 
     # --- the next step ---
 
@@ -223,6 +224,20 @@ class StepPolicy:
             if not notices or (has_pages and self.step_s * self.predictor.margin <= strictest_s):
                 return count
         return 0
+
+    def chunk_cost(self, past: int, count: int) -> float:
+        """The time of a chunk of `count` tokens after `past` tokens, in times of one token's products. Its attention
+        grows with the context."""
+        return count + (past + count / 2) * count * self._pair_cost
+
+    def chunk_within(self, cost: float, past: int, most: int) -> int:
+        """The largest number of tokens of a chunk, at most `most`, that cost no more than `cost`. It may be 0."""
+        if self.chunk_cost(past, most) <= cost:
+            return most
+        per_token = 1 + past * self._pair_cost
+        # The root of count^2 * pair_cost / 2 + count * per_token = cost, in the form that does not cancel.
+        count = 2 * cost / (per_token + math.sqrt(per_token * per_token + 2 * max(0.0, cost) * self._pair_cost))
+        return max(0, min(most, math.floor(count)))
 
     def has_time(self, num_tokens: int, num_rows: int, kv_tokens: int, strictest_s: float) -> bool:
         """Whether a step of this padded shape keeps the target."""

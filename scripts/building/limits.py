@@ -11,11 +11,9 @@ from typing import Any
 import jax
 
 from batcher.buckets import BucketConfig, BucketLadder
-from batcher.long_prompts import LongPrompts
 from batcher.request import LogprobsMode
 from batcher.step import Bucket
 from batcher.step_times import StepEstimate
-from model.config import LlamaConfig
 from model.execution.memory_plan import RunnerConfig
 from model.execution.prompt_lookup import PromptLookup
 from pallas_kernels.api import PagedAttention
@@ -217,23 +215,6 @@ def bucket_config(settings: EngineSettings, platform: str, num_chips: int) -> Bu
         max_draft_rows=max_draft_rows if num_drafts else 0,
         adapters=settings.enable_lora,
     )
-
-
-def long_prompts(settings: EngineSettings, max_model_len: int) -> LongPrompts:
-    """How long prompts share the steps. With more than one at a time their threshold is 4% of the context, as in
-    vLLM."""
-    threshold, most = settings.long_prefill_token_threshold, settings.max_num_partial_prefills
-    if most is not None and most > 1 and not threshold:
-        threshold = max(1, max_model_len // 25)
-    return LongPrompts(threshold=threshold, most=most)
-
-
-def even_context(config: LlamaConfig) -> float:
-    """The tokens of context at which a prompt token's attention takes as long as its matrix products: 27,000 for
-    Llama 3.1 8B and 52,000 for 70B. Both are taken to run at the same speed, so the number of operations decides."""
-    attention = config.hidden_size * (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    return (attention + mlp) / (2 * config.num_heads * config.head_dim)
 
 
 def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len: int) -> RunnerConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from scripts.building.attention_backend import BACKENDS, Backends, Chosen, can_a
 from scripts.building.described_chips import keep_description
 from scripts.building.device import KeptFolders, Report, phase
 from scripts.building.engine_plans import plan_engines
-from scripts.building.limits import EnginePlan, choose_step_timeout, even_context, long_prompts, step_estimate
+from scripts.building.limits import EnginePlan, choose_step_timeout, step_estimate
 from scripts.building.load import Loader
 from scripts.building.models import RunnersModels
 from scripts.building.offloading import GIB, Digests, make_offloading, start_digests
@@ -77,8 +76,6 @@ class Built:
         config = EngineConfig(
             eos_token_ids=weights.eos_token_ids,
             prefix_caching=settings.enable_prefix_caching,
-            long_prompts=long_prompts(settings, self.info.max_model_len),
-            even_context=even_context(weights.config) if settings.step_budget == "time" else math.inf,
             max_waiting=settings.max_queue,
             pipeline_depth=settings.pipeline_depth,
             step_times=choose_step_times(weights.config, platform, weight_bits=bits, num_chips=chips.num_chips),

@@ -98,21 +98,10 @@ class EngineSettings:
         None, "Tokens of one step, those of prompts and of decodes together", unset="512 on a CPU, 2048 on a chip",
         least=1, most=2**20,
     )  # fmt: skip
-    long_prefill_token_threshold: int = _of_batching(
-        0, "Tokens of one prompt that a step computes at most; 0: a prompt may take a whole step", least=0, most=_MANY,
-    )  # fmt: skip
-    max_num_partial_prefills: int | None = _of_batching(
-        None, "Longer prompts that are computed at once; shorter ones do not wait for them", unset="any number",
-        least=1, most=_MANY,
-    )  # fmt: skip
     logprobs_mode: str = _of_model(
         LogprobsMode.RAW_LOGPROBS.value, "The numbers that answers have as log-probabilities of generated tokens: raw "
         "ones are the model's own, processed ones those after all that steers the draw", choices=tuple(LogprobsMode),
         metavar="MODE",
-    )  # fmt: skip
-    step_budget: str = _of_batching(
-        "tokens", "The budget of a step counts `tokens` or estimated `time`, which a long context makes longer",
-        choices=("tokens", "time"), metavar="KIND",
     )  # fmt: skip
     target_itl: float | None = _of_batching(
         None, "Milliseconds between two tokens that every request is to keep. Steps then give prompts as many tokens "

@@ -10,8 +10,8 @@ as soon as a page is missing; and a clairvoyant policy that knows every output's
 
 With --chips, an 8B on these chips serves loads that arrive over time. For each policy the table has the highest rate at
 which it keeps --target-ttft and --target-itl: the default, the best static pair of --max-num-seqs and
---max-num-batched-tokens for the load, also with the flags for long prompts, vLLM's fixed budgets, P-PAS (vLLM's RFC
-52906), a budget that follows the measured pauses, and the engine with its targets. Steps take the planner's times.
+--max-num-batched-tokens for the load, vLLM's fixed budgets, P-PAS (vLLM's RFC 52906), a budget that follows the
+measured pauses, and the engine with its targets. Steps take the planner's times.
 
 With --models, that many 8B models of one shape are served on the chips of a target: by one engine, whose models take
 turns; by as many processes, of which one is awake; and by as many engines with a chip each. The requests of the trace,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.page_events import PageEventSink
 from batcher.request import FinishReason, Request, SamplingParams
 from batcher.step import Capacity
@@ -33,8 +31,6 @@ class Scenario:
     prefix_caching: bool
     pipeline_depth: int
     arrivals: tuple[Arrival, ...]
-    long_prompts: LongPrompts = ANY_LENGTH
-    even_context: float = math.inf
     num_drafts: int = 0
     max_draft_rows: int = 0
     propose: Proposal | None = None
@@ -53,8 +49,6 @@ class Scenario:
             runner=FakeRunner(capacity, propose=self.propose, tells_would_accept=self.draft_cost == 0),
             draft_cost=self.draft_cost,
             buckets=buckets,
-            long_prompts=self.long_prompts,
-            even_context=self.even_context,
             prefix_caching=self.prefix_caching,
             pipeline_depth=self.pipeline_depth,
             page_events=page_events,
@@ -80,11 +74,6 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         prompt_logprobs=draw(st.sampled_from([None, None, None, 2])),
         grammar=draw(st.sampled_from([None, None, "1 0 5", "3 2 6", "2 50 50"])),
     )
-
-
-LONG_PROMPTS = st.just(ANY_LENGTH) | st.builds(
-    LongPrompts, threshold=st.integers(1, 12), most=st.sampled_from([1, 2, None])
-)
 
 
 @st.composite
@@ -121,8 +110,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     return Scenario(
         capacity,
         prefix_caching=draw(st.booleans()),
-        long_prompts=draw(LONG_PROMPTS),
-        even_context=draw(st.sampled_from([math.inf, math.inf, 0.5, 4.0, 50.0])),
         pipeline_depth=draw(st.integers(1, 3)),
         arrivals=tuple(arrivals),
     )

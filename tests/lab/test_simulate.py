@@ -75,6 +75,16 @@ def test_targets_hold_the_rate_of_the_best_static_pair_and_more_than_the_default
     assert found["targets"] > 1.3 * found["default"]
 
 
+def test_targets_hold_a_rate_at_which_longer_steps_would_use_up_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A v6e has pages of 95,000 tokens beside an 8B. The best static pair, 512 tokens, holds 9.9 requests/s, too."""
+    aims = Targets(ttft_ms=500, itl_ms=50)
+    machine, policy = simulate.machines("v6e"), goodput.policies(aims)[goodput.TARGETS]
+    bench = goodput.Bench(draw=loads({})["conversation"], count=256, machine=machine, targets=aims)
+    assert bench.at(policy, 9.9, ends_early=True).keeps_targets
+    monkeypatch.setattr("batcher.scheduling.targets._PAGES_HELD", np.inf)
+    assert not bench.at(policy, 9.9, ends_early=True).keeps_targets
+
+
 @pytest.mark.usefixtures("short_simulations")
 def test_a_plan_and_the_comparison_find_the_same_rate(capsys: pytest.CaptureFixture[str]) -> None:
     """The planner draws as many requests as the comparison is told."""

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.request import Targets
 from batcher.step_times import PerTokenEstimate
 from model.loading import hub
 from model.loading.source import resolve
 from scripts import launch
-from scripts.building.limits import bucket_config, long_prompts, with_ceiling
+from scripts.building.limits import bucket_config, with_ceiling
 from scripts.flags.lora import LoraModule, NamedModel
 from scripts.flags.serve import api_keys, tls_files
 from scripts.flags.settings import EngineSettings, add_engine_flags
@@ -178,7 +177,7 @@ def test_embeddings_are_enabled_by_vllms_flags_too(flags, pooling):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--beams", "2"], ["--max-model", "5"], ["--dtype", "int3"], ["--port", "x"], ["--step-budget", "fair"]]
+    "flags", [["--beams", "2"], ["--max-model", "5"], ["--dtype", "int3"], ["--port", "x"], ["--step-budget", "time"]]
 )
 def test_unknown_flags_and_values_are_refused(flags, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -530,21 +529,6 @@ def test_defaults_of_generation_come_from_the_model_or_elsewhere(model_folder, t
 def test_usage_in_all_streams_is_a_setting(model_folder):
     args = parse("--model", str(model_folder), "--enable-force-include-usage")
     assert launch.server_settings(args, resolve(args.model), model_folder).enable_force_include_usage
-
-
-def test_how_long_prompts_share_the_steps():
-    def shared(*flags: str, max_model_len: int = 8192) -> LongPrompts:
-        return long_prompts(EngineSettings.from_namespace(parse(*flags)), max_model_len)
-
-    threshold, most = "--long-prefill-token-threshold", "--max-num-partial-prefills"
-    assert shared() == ANY_LENGTH
-    assert shared(threshold, "256") == LongPrompts(threshold=256)
-    assert shared(most, "1") == LongPrompts(most=1)
-    assert shared(most, "3") == LongPrompts(threshold=327, most=3)  # 4% of the context
-    assert shared(most, "3", threshold, "64") == LongPrompts(threshold=64, most=3)
-    for refused in ((threshold, "-1"), (most, "0")):
-        with pytest.raises(ValueError, match=r"--long-prefill-token-threshold|--max-num-partial-prefills"):
-            shared(*refused)
 
 
 @pytest.mark.parametrize(

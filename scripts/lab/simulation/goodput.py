@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from typing import Any
 
-from batcher.long_prompts import LongPrompts
 from batcher.request import Targets
 from scripts.lab.load.goodput import Trial, best_of, find_rate
 from scripts.lab.simulation.loads import Draw
@@ -20,14 +19,6 @@ ROWS = (256, 512, 128, 64)
 PRECISION = 1.05  # the rate found and the next one that failed differ by at most this factor
 START_RATE = 16.0  # requests per second of the first trial
 TARGETS, DEFAULT, BEST = "targets", "default", "best static pair"
-
-# The flags for long prompts, as options of `SimulatedEngine`. At a context of 26,600 tokens an 8B's attention takes as
-# long as its products.
-SPECIAL: dict[str, dict[str, Any]] = {
-    "threshold 512": {"long_prompts": LongPrompts(threshold=512)},
-    "partial prefills 1": {"long_prompts": LongPrompts(threshold=512, most=1)},
-    "step budget time": {"even_context": 26_600.0},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +109,13 @@ class Held:
 def compare_on(
     bench: Bench, seqs: Sequence[int], tokens: Sequence[int], names: Collection[str] | None = None
 ) -> Iterator[Held]:
-    """The best static pair, with and without the flags for long prompts, and the policies that know nothing of the
-    load.
+    """The best static pair, and the policies that know nothing of the load.
 
     Args:
         names: of the policies to compare with the best static pair; None: all.
     """
     best, rate = bench.best_static(seqs, tokens)
-    rivals = {f"{BEST}, {name}": replace(best, options=options) for name, options in SPECIAL.items()}
-    for name, policy in ({BEST: best} | rivals | policies(bench.targets)).items():
+    for name, policy in ({BEST: best} | policies(bench.targets)).items():
         if policy is best or names is None or name in names:
             yield Held(
                 name=name,

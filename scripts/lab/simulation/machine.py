@@ -15,7 +15,6 @@ import numpy as np
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.core import EngineCore
-from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.request import Request, RequestOutput, SamplingParams, Targets
 from batcher.requests.admission import make_request_state
 from batcher.requests.live_requests import Staged
@@ -119,7 +118,6 @@ class SimulatedEngine:
     Args:
         forecast: used by admission; None: the scheduler's own.
         max_stalls: steps that a decode may wait for a page before another request is preempted; None: the scheduler's.
-        even_context: of the scheduler's budget, see `StepBudget`.
         max_concurrency: requests in the server at once. The next one is sent when another has ended, and counts as
             arrived then. None: there is no limit.
         targets: by which tokens count as late.
@@ -135,8 +133,6 @@ class SimulatedEngine:
         forecast: Forecast | None = None,
         max_stalls: int | None = None,
         prefix_caching: bool = True,
-        long_prompts: LongPrompts = ANY_LENGTH,
-        even_context: float = math.inf,
         max_concurrency: int | None = None,
         max_steps: int = 1_000_000,
         targets: Targets = NO_TARGETS,
@@ -162,8 +158,7 @@ class SimulatedEngine:
             min_decode_rows=machine.min_decode_rows, min_mixed_tokens=64,
         )  # fmt: skip
         config = EngineConfig(
-            eos_token_ids=(EOS,), prefix_caching=prefix_caching, long_prompts=long_prompts,
-            even_context=even_context, seed=0,
+            eos_token_ids=(EOS,), prefix_caching=prefix_caching, seed=0,
         )  # fmt: skip
         if follows_targets:
             config = replace(config, targets=targets, step_estimate=machine.cost)

@@ -9,7 +9,6 @@ import numpy as np
 from batcher.core import EngineCore
 from batcher.scheduling.request_state import RequestState
 from batcher.scheduling.scheduler import Scheduler
-from batcher.step_budget import StepBudget
 from scripts.lab.simulation.machine import Result
 
 
@@ -102,4 +101,3 @@ class Feedback:
 def _set_budget(scheduler: Scheduler, tokens: int) -> None:
     """The next step has at most so many tokens: at least one for each row, and one of a prompt."""
     scheduler.token_budget = max(tokens, len(scheduler.running) + 1)
-    scheduler.step_budget = StepBudget(tokens=scheduler.token_budget)

@@ -145,6 +145,31 @@ def test_prompts_get_everything_in_one_step_of_a_hundred_without_time():
     assert policy.prompt_tokens(8, 0, math.inf) == 504
 
 
+def test_a_program_may_run_if_the_pages_suffice_with_all_steps_as_long_as_it():
+    drive = timed(targets=Targets(itl_ms=100))
+    for i in range(8):
+        drive.add(make_request(f"{i}", prompt(i, 5), max_tokens=60, ignore_eos=True))
+    for _ in range(20):
+        drive.step()
+    policy = drive.scheduler.policy  # the steps with decodes took 8.8 ms
+    for share, tokens in ((0.0, 512), (0.08, 512), (0.1, 384), (0.3, 96), (0.5, 32), (1.0, 32)):
+        assert policy.prompt_tokens(8, 0, 0.1, share_held=share) == tokens - 8
+        assert policy.prompt_tokens(8, 0, math.inf, share_held=share) == policy.prompt_tokens(0, 0, 0.1) - 8
+    first = StepPolicy(TABLE, LADDER)
+    assert first.prompt_tokens(8, 0, 0.1, share_held=1.0) == 504  # no decode has run
+
+
+@given(st.floats(0, 1e-7), st.integers(0, 200_000), st.integers(1, 300), st.floats(0, 1000))
+def test_as_many_tokens_of_a_prompt_fit_as_cost_no_more(pair_s: float, past: int, most: int, cost: float) -> None:
+    policy = StepPolicy(PerTokenEstimate(0.0, 0.0001, pair_s), LADDER)
+    count = policy.chunk_within(cost, past, most)
+    slack = 1e-9 * cost  # a sum that is equal in exact numbers may round either way
+    assert 0 <= count <= most
+    assert policy.chunk_cost(past, count) == pytest.approx(count + (past + count / 2) * count * pair_s / 0.0001)
+    assert count == 0 or policy.chunk_cost(past, count) <= cost + slack
+    assert count == most or policy.chunk_cost(past, count + 1) > cost - slack
+
+
 # --- the engine ---
 
 
@@ -314,8 +339,6 @@ def test_nobody_starves_whatever_arrives_with_whatever_targets(scenario: Scenari
         buckets={},
         targets=data.draw(targets),
         refuses_late=refuses,
-        long_prompts=scenario.long_prompts,
-        even_context=scenario.even_context,
         prefix_caching=scenario.prefix_caching,
         pipeline_depth=scenario.pipeline_depth,
     )
