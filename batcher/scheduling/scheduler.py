@@ -248,7 +248,7 @@ class Scheduler(RequestQueues):
             self._strictest_s = self.policy.strictest(self.columns.limit_s)
             past = started[0].num_computed if started else 0
             share_held = self.pool.num_used / self.pool.num_pages
-            most = self.policy.prompt_tokens(num_rows, self.kv_tokens, self._strictest_s, past, share_held)
+            most = self.policy.prompt_tokens(num_rows, self.kv_tokens, self._strictest_s, past, share_held, model)
             if num_rows and self._strictest_s < math.inf:
                 costs, budget, cost_left = self.policy, most, self.policy.chunk_cost(past, most)
             if not budget and (head := self.waiting.first()) is not None:

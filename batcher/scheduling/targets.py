@@ -7,11 +7,11 @@ A request may have a target for the time to its first token (TTFT) and one for e
    whole budget if nothing decodes, or no running request has an ITL target. Each gap counts by itself: a token that
    comes early does not let the next one come late. If prompts have had no token for `1 / (1 - percentile) - 1` steps,
    99 at the 99th percentile, they get the whole budget in the next step, however long it takes. So no prompt starves,
-   and the percentile is still kept. A target that is shorter than the smallest step with a prompt limits no step,
-   because it would stop all prompts. In longer steps requests also hold their pages longer: the pages in use grow in
-   proportion to the mean time of a step. Where decodes have a target, a program may run if the pages in use would not
-   exceed `_PAGES_HELD` of all pages with all steps as long as it. Programs that take hardly longer than the smallest
-   one with a prompt may always run.
+   and the percentile is still kept. With several models, each counts its own steps. A target that is shorter than the
+   smallest step with a prompt limits no step, because it would stop all prompts. In longer steps requests also hold
+   their pages longer: the pages in use grow in proportion to the mean time of a step. Where decodes have a target, a
+   program may run if the pages in use would not exceed `_PAGES_HELD` of all pages with all steps as long as it. Programs
+   that take hardly longer than the smallest one with a prompt may always run.
 2. Within one priority, requests that can still keep their TTFT go first, in the order of the latest time at which their
    prompts must start. `fair_queue.py` still shares rows among clients. A request without a TTFT target takes its place
    as if it had one of `_USUAL_TTFT_S`, and is never late.
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -167,7 +167,7 @@ class StepPolicy:
         for tokens, rows in sorted({(b.num_tokens, -b.num_rows) for b in plain if not b.decode_only}, reverse=True):
             self._mixed.setdefault(tokens, []).append(-rows)
         self._patience = math.ceil(1 / (1 - percentile)) - 1  # steps without a token for prompts
-        self._num_without = 0
+        self._num_without = Counter[int]()  # such steps in a row, by model
         self.step_s = 0.0  # predicted, of the step that is planned now, if prompts use all that they may
         self._num_decodes = self._kv_tokens = 0  # of that step
         self._in_flight: deque[_Dispatched] = deque()
@@ -195,7 +195,13 @@ class StepPolicy:
         return float(np.min(itl_s, initial=math.inf, where=can_be_kept))
 
     def prompt_tokens(
-        self, num_decodes: int, kv_tokens: int, strictest_s: float, past: int = 0, share_held: float = 0.0
+        self,
+        num_decodes: int,
+        kv_tokens: int,
+        strictest_s: float,
+        past: int = 0,
+        share_held: float = 0.0,
+        model: int = 0,
     ) -> int:
         """The tokens that prompts may have in the next step, where some could use them.
 
@@ -205,14 +211,17 @@ class StepPolicy:
             past: tokens before the chunk of the first prompt. All prompts together may take the time that their
                 attention would take behind so many.
             share_held: of the pages, by running requests.
+            model: the model of the step.
         """
         self._num_decodes, self._kv_tokens = num_decodes, kv_tokens
+        if self._num_without[model] >= self._patience:
+            strictest_s = math.inf
         self.slack_tokens = self._fitting(num_decodes, kv_tokens, strictest_s, past, share_held)
-        self._num_without = 0 if self.slack_tokens else self._num_without + 1
+        self._num_without[model] = 0 if self.slack_tokens else self._num_without[model] + 1
         return self.slack_tokens
 
     def _fitting(self, num_decodes: int, kv_tokens: int, strictest_s: float, past: int, share_held: float) -> int:
-        notices = num_decodes > 0 and strictest_s < math.inf and self._num_without < self._patience
+        notices = num_decodes > 0 and strictest_s < math.inf
         longest_s = _PAGES_HELD / share_held * self._usual_s if share_held and self._num_steps else math.inf
         for tokens, row_rungs in self._mixed.items():
             if num_decodes >= row_rungs[-1]:

@@ -157,9 +157,7 @@ class SimulatedEngine:
             max_num_batched_tokens=machine.max_num_batched_tokens, max_num_seqs=machine.max_num_seqs,
             min_decode_rows=machine.min_decode_rows, min_mixed_tokens=64,
         )  # fmt: skip
-        config = EngineConfig(
-            eos_token_ids=(EOS,), prefix_caching=prefix_caching, seed=0,
-        )  # fmt: skip
+        config = EngineConfig(eos_token_ids=(EOS,), prefix_caching=prefix_caching, seed=0)
         if follows_targets:
             config = replace(config, targets=targets, step_estimate=machine.cost)
         self.core = EngineCore(InstantRunner(self._capacity), config, BucketLadder(limits), lambda: self.now)

@@ -192,6 +192,22 @@ def test_chats_keep_their_pace_beside_long_prompts_and_would_not_without_a_targe
     assert late[targets] <= 0.01 < late[None]
 
 
+def test_prompts_of_a_model_do_not_starve_beside_another_model_that_has_time():
+    drive = timed(replace(ROOMY, max_models=2), targets=Targets(itl_ms=12))
+    for i in range(8):
+        drive.add(make_request(f"chat {i}", prompt(i, 10), max_tokens=400, ignore_eos=True))
+    for _ in range(12):
+        drive.step()
+    drive.add(make_request("next", prompt(9, 10), max_tokens=1))
+    for i in range(220):
+        drive.add(make_request(f"other {i}", prompt(i, 9), max_tokens=1, model=1))
+        drive.step()
+    taken = [step.model for step in drive.runner.steps[-220:]]
+    assert min(taken.count(0), taken.count(1)) > 99
+    assert drive.heard["next"].outputs and not drive.heard["chat 0"].finish_reason
+    drive.finish()
+
+
 def test_the_prompt_that_must_start_first_goes_first_and_late_ones_go_last():
     drive = timed(make_capacity(num_slots=1, num_pages=4096, max_model_len=512, max_num_batched_tokens=64))
     first = []
