@@ -335,13 +335,13 @@ class LLM(EngineForTraining):
         """The bodies with their adapters as models. Adapters that are not loaded yet are loaded."""
         adapters = adapters_of(requests, len(bodies))
         if any(adapters) and any("model" in body for body in bodies):
-            raise ValueError("model, lora_request: an adapter changes the model of the LLM, so give one of them")
+            raise ValueError("model, lora_request: an adapter names its model (base_model_name), so give one of them")
         for request in dict.fromkeys(filter(None, adapters)):
             if request.lora_name == self.model_name:
                 raise ValueError(f"lora_request: {request.lora_name!r} is the name of the model")
             loaded = self._client.adapters.get(request.lora_name)
-            if request.load_inplace or loaded is None or loaded.path != request.lora_path:
-                name, path, base = request.lora_name, request.lora_path, request.base_model_name
+            name, path, base = request.lora_name, request.lora_path, request.base_model_name
+            if request.load_inplace or loaded is None or (loaded.path, loaded.base_model) != (path, base):
                 change = LoadAdapter(name, path, base, IfLoaded.REPLACE)
                 reply = self._thread.run(self._client.ask(change))
                 if reply.error is not None:

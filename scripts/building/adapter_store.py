@@ -60,8 +60,8 @@ def loaded_adapters(
     if publisher is not None:
         publisher.name_of = adapters.name_of
     changes: list[tuple[str, LoadAdapter | LoadModel]]
-    changes = [(FLAG, LoadAdapter(each.name, each.path, each.base_model_name)) for each in settings.adapters]
-    changes += [(MODELS, LoadModel(each.name, each.path)) for each in settings.named_models]
+    changes = [(MODELS, LoadModel(each.name, each.path)) for each in settings.named_models]
+    changes += [(FLAG, LoadAdapter(each.name, each.path, each.base_model_name)) for each in settings.adapters]
     for flag, change in changes:
         try:
             adapters.change(change)

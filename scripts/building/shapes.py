@@ -92,6 +92,9 @@ class Shapes:
     def ends(self, identity: int) -> tuple[tuple[int, ...], Grammars | None]:
         return self._of[identity].models.ends(identity)
 
+    def takes_adapters(self, identity: int) -> bool:
+        return self._of[identity] is self._first
+
     def _add(self, plan: EnginePlan, report: Report) -> _Shape:
         report(f"  model             {plan.settings.model}, by programs of its own")
         with expecting_compiles():

@@ -131,7 +131,14 @@ class ServerState:
             case LoadedModel():
                 return await self.models.find(loaded)
             case Adapter():
-                return self.model.renamed(name, adapter=loaded.identity)
+                below = self.model_below(loaded)
+                model = self.model if below is None else await self.models.find(below)
+                return model.renamed(name, adapter=loaded.identity)
+
+    def model_below(self, adapter: Adapter) -> LoadedModel | None:
+        """The model that a LoRA adapter changes; None: it is the engine's own."""
+        found = (model for model in self.engine.models.values() if model.identity == adapter.model)
+        return next(found) if adapter.model else None
 
     async def ask(self, question: AnyQuestion) -> Reply:
         """Asks the engines, through the parent's process if there are several HTTP processes."""

@@ -69,6 +69,9 @@ class ModelStore(AdapterStore, Protocol):
     def ends(self, identity: int) -> tuple[tuple[int, ...], Grammars | None]:
         """The model's end-of-sequence ids and its grammars."""
 
+    def takes_adapters(self, identity: int) -> bool:
+        """Whether LoRA adapters can change the model: it has the shape of the engine's own."""
+
 
 class _Named:
     """The weights of one kind, with the names that they have."""
@@ -184,6 +187,7 @@ class Adapters:
         if isinstance(change, wire.UnloadAdapter | wire.UnloadModel):
             if before is None:
                 raise AdapterError(f"The {kind} {shown(change.name)} is not loaded.", 404)
+            self._check_unchanged(before)
             self._prepared = (kind, change.name, None)
             return before
         if before is not None and change.if_loaded is wire.IfLoaded.KEEP:
@@ -191,6 +195,7 @@ class Adapters:
         if before is not None and change.if_loaded is wire.IfLoaded.REFUSE:
             again = "`load_inplace` loads it again"
             raise AdapterError(f"The {kind} {shown(change.name)} is loaded already: {again}.")
+        self._check_unchanged(before)
         name_field, path_field = FIELDS_OF[kind]
         check_name(change.name, name_field)
         if any(change.name in other.loaded for other in self._named.values() if other is not named):
@@ -199,7 +204,7 @@ class Adapters:
         identity = named.store.load(change.path)
         found: wire.Adapter | wire.LoadedModel
         if isinstance(change, wire.LoadAdapter):
-            found = wire.Adapter(change.name, identity, change.path, change.base_model)
+            found = wire.Adapter(change.name, identity, change.path, change.base_model, self._model_below(change))
         else:
             assert self._models is not None
             found = self._models.loaded(change.name, identity, change.path)
@@ -210,6 +215,25 @@ class Adapters:
             self._prepared = (kind, change.name, found)
             named.held.setdefault(identity, change.name)
         return found
+
+    def _model_below(self, change: wire.LoadAdapter) -> int:
+        """The identity of the model that the adapter changes."""
+        models = self._named.get(WeightsKind.MODEL)
+        below = None if models is None else models.loaded.get(change.base_model or "")
+        if below is None:
+            return 0
+        if self._models is None or not self._models.takes_adapters(below.identity):
+            raise AdapterError(f"base_model_name: {shown(below.name)} has another shape than --model, and no adapters.")
+        return below.identity
+
+    def _check_unchanged(self, model: wire.Adapter | wire.LoadedModel | None) -> None:
+        """Raises AdapterError for a model that an adapter changes."""
+        adapters = self._named.get(WeightsKind.ADAPTER)
+        if adapters is None or not isinstance(model, wire.LoadedModel):
+            return
+        for name, adapter in adapters.loaded.items():
+            if isinstance(adapter, wire.Adapter) and adapter.model == model.identity:
+                raise AdapterError(f"The LoRA adapter {shown(name)} changes this model: unload the adapter first.")
 
     def _commit(self) -> None:
         if self._prepared is None:

@@ -164,7 +164,7 @@ class LoadAdapter(msgspec.Struct, tag=True):
 
     name: str
     path: str
-    base_model: str | None = None  # the base model that clients see; None: the served model
+    base_model: str | None = None  # a loaded model that it changes, or another name that clients see; None: --model
     if_loaded: IfLoaded = IfLoaded.REFUSE
 
 
@@ -362,6 +362,7 @@ class Adapter(msgspec.Struct, tag=True, frozen=True):
     identity: int  # the identity of its weights
     path: str
     base_model: str | None = None
+    model: int = 0  # the identity of the model that it changes; 0: the engine's own
 
 
 class LoadedModel(msgspec.Struct, tag=True, frozen=True):

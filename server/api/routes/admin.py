@@ -43,6 +43,7 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     lora_name: str
     lora_path: str  # a folder on the server's machine, or on each host, or in a bucket
     load_inplace: bool | None = False  # also if the name is loaded already
+    base_model_name: str | None = None  # the model that it changes, of --models; None: --model
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -89,7 +90,7 @@ class Admin(Routes):
         """
         self._check_new("lora_name", body.lora_name, self._state.engine.models)
         if_loaded = IfLoaded.REPLACE if body.load_inplace else IfLoaded.REFUSE
-        await self._change_adapters(LoadAdapter(body.lora_name, body.lora_path, if_loaded=if_loaded))
+        await self._change_adapters(LoadAdapter(body.lora_name, body.lora_path, body.base_model_name, if_loaded))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @route("POST /v1/unload_lora_adapter", UnloadAdapterRequest, media_types=("text/plain",))

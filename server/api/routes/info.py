@@ -28,7 +28,7 @@ from server.api.routes.endpoints import route, routes_of
 from server.api.state import ServerState
 from server.engine.embedding import fault_of_steps
 from server.engine.protocol import fault_of
-from server.engine.wire import Adapter, LoadedModel
+from server.engine.wire import Adapter
 from server.http.auth import KeyRing
 from server.http.body import read_query
 from server.http.encoding import list_of
@@ -206,7 +206,8 @@ class Info:
         root = (state.model.root or name) if loaded is None else loaded.path
         if Path(root).is_absolute() and self._administrators.number(request.scope["headers"]) is None:
             root = name
-        identity = loaded.identity if isinstance(loaded, LoadedModel) else 0
+        model = state.model_below(loaded) if isinstance(loaded, Adapter) else loaded
+        identity = 0 if model is None else model.identity
         place = state.engine.stats.models.get(identity)  # None: the engine has not said yet
         if place is None and info.max_models:
             place = ModelState.DISK if identity else ModelState.RESIDENT
@@ -217,7 +218,7 @@ class Info:
             "owned_by": "pallas-serve",
             "root": root,
             "parent": loaded.base_model or state.model.name if isinstance(loaded, Adapter) else None,
-            "max_model_len": loaded.max_model_len if isinstance(loaded, LoadedModel) else info.max_model_len,
+            "max_model_len": info.max_model_len if model is None else model.max_model_len,
             "permission": [_permission(name, state.model.created)],
         } | ({} if place is None else {"state": place})
 

@@ -17,7 +17,17 @@ from batcher.request import Request
 from server.engine import wire
 from server.engine.adapters import AdapterError, Adapters
 from server.engine.protocol import Receiver
-from server.engine.wire import Adapter, ChangePhase, IfLoaded, LoadAdapter, Phase, UnloadAdapter
+from server.engine.wire import (
+    Adapter,
+    ChangePhase,
+    IfLoaded,
+    LoadAdapter,
+    LoadedModel,
+    LoadModel,
+    Phase,
+    UnloadAdapter,
+    UnloadModel,
+)
 from tests.server.support.adapters import FakeStore, num_reads, write_adapter
 from tests.server.support.api_processes import through_each
 from tests.server.support.echo_engine import EchoConfig
@@ -339,11 +349,48 @@ def test_a_load_that_is_abandoned_leaves_the_name_its_weights(tmp_path):
     adapters.close()
 
 
+class Models(FakeStore):
+    """Those with the text "wide" have another shape."""
+
+    def loaded(self, name, identity, path) -> LoadedModel:
+        return LoadedModel(name, identity, path, 64, VOCAB_SIZE)
+
+    def ends(self, identity) -> tuple[tuple[int, ...], None]:
+        return (), None
+
+    def takes_adapters(self, identity) -> bool:
+        return self.texts[identity] != "wide"
+
+
+def test_an_adapter_changes_the_model_that_it_names(tmp_path):
+    adapters = Adapters(FakeStore(), Waiting(), Models())
+    one, wide, plain = (str(write_adapter(tmp_path / text, text)) for text in ("one", "wide", "plain"))
+    model = adapters.change(LoadModel("m", one))
+    adapters.change(LoadModel("wide", wide))
+    with pytest.raises(AdapterError, match="base_model_name: 'wide' has another shape than --model"):
+        adapters.change(LoadAdapter("a", plain, "wide"))
+    bases = {"a": None, "b": "a name for clients", "c": "m"}
+    found = [adapters.change(LoadAdapter(name, plain, base)) for name, base in bases.items()]
+    assert [(each.base_model, each.model) for each in found] == [(bases[each.name], 0) for each in found[:2]] + [
+        ("m", model.identity)
+    ]
+    for change in (UnloadModel("m"), LoadModel("m", wide, IfLoaded.REPLACE)):
+        with pytest.raises(AdapterError, match="The LoRA adapter 'c' changes this model: unload the adapter first"):
+            adapters.change(change)
+    adapters.change(UnloadAdapter("c"))
+    adapters.change(UnloadModel("m"))
+    adapters.close()
+
+
 class Waiting:
     """An engine whose requests have the adapters in `used`."""
 
     def __init__(self) -> None:
         self.used: set[int] = set()
+
+    def add_model(self, model, ends, grammars) -> None: ...
+
+    def remove_model(self, model) -> None: ...
 
     def add_request(self, request, on_output) -> None:
         raise AssertionError("no request is to reach it")

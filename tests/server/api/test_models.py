@@ -27,6 +27,7 @@ ADMIN = {"headers": {"Authorization": "Bearer boss"}}
 OWN_TEMPLATE = "{{ bos_token }}{% for message in messages %}Arr: {{ message['content'] }}{% endfor %}"
 VOCAB_SIZE = BASE_SIZE + 2  # with merges
 LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
+LORAS = (("of pirate", "pirate", 7), ("of base", None, 0))
 
 
 class ManyModels(StubClient):
@@ -104,6 +105,20 @@ def test_a_chat_has_the_tokenizer_template_and_defaults_of_its_model(folder):
     length = len(wire.unpacked(pirate.prompt))
     assert (pirate.sampling.max_tokens, twin.sampling.max_tokens) == (5, 32 - length)
     assert base.sampling.max_tokens == 64 - len(wire.unpacked(base.prompt))
+
+
+def test_an_adapter_of_a_model_has_its_tokenizer_template_limits_and_state(folder):
+    state = state_of(folder)
+    assert call(state, "POST", LOAD, json={"model": "pirate"}, **ADMIN).status_code == 200
+    state.engine.adapters = {name: wire.Adapter(name, 3, "/a", base, of) for name, base, of in LORAS}
+    post_all(state, CHAT, [HELLO | {"model": name} for name in ("pirate", "of pirate", "of base")])
+    pirate, of_pirate, of_base = state.engine.submitted
+    assert [(sent.model, sent.adapter) for sent in (pirate, of_pirate, of_base)] == [(7, 0), (7, 3), (0, 3)]
+    assert of_pirate.prompt == pirate.prompt != of_base.prompt
+    assert of_pirate.sampling.max_tokens == 5
+    models = {model["id"]: model for model in call(state, "GET", "/v1/models").json()["data"]}
+    shown = [(models[name]["parent"], models[name]["state"], models[name]["max_model_len"]) for name, *_ in LORAS]
+    assert shown == [("pirate", "disk", 32), ("base", "running", 64)]
 
 
 def test_the_models_of_a_start_with_limits_have_them_too(folder):
