@@ -18,7 +18,6 @@ unused page, even a NaN, never reaches the output.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -37,21 +36,7 @@ NOWHERE = 1 << 30  # a page id past the end of any cache: scatters drop it
 MASKED = -1e30  # below every score, but finite: a row without a live token must not become NaN
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "page_table",
-        "kv_lens",
-        "num_singles",
-        "token_page",
-        "token_offset",
-        "tile_row",
-        "tile_token",
-        "tile_position",
-        "num_tiles",
-    ],
-    meta_fields=["decode_only"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
     """The destination of every token, and the tiles of the chunks."""
@@ -65,7 +50,7 @@ class AttentionMetadata:
     tile_token: jax.Array  # i32[tiles], the step's token that is the tile's first query
     tile_position: jax.Array  # i32[tiles], that query's position in its sequence
     num_tiles: jax.Array  # i32[]
-    decode_only: bool
+    decode_only: bool = jax.tree.static()
 
 
 def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> AttentionMetadata:

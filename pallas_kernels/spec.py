@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
 import jax
@@ -88,11 +87,7 @@ class AttentionSpec:
         )
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["page_table", "kv_lens", "query_starts", "num_singles", "num_rows"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class RaggedBatch:
     """The rows of a step. All fields are data: no value recompiles a program."""

@@ -11,7 +11,6 @@ Shape legend: `T` tokens of the step (padded), `S` rows (padded), `P` pages.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from model.execution import page_text
 from model.execution.rows import StepRows
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class DraftPages:
     """The network's part of the state on the device."""

@@ -6,7 +6,6 @@ Shape legend: `T` tokens of the step (padded), `S` rows (padded), `W` columns of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from batcher.step import Bucket, PackedLayout
 from pallas_kernels.spec import Backend, RaggedBatch
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepRows:
     """The rows of a step, after the patches."""

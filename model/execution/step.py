@@ -59,7 +59,7 @@ Step = Callable[..., tuple["DeviceState", jax.Array]]
 KvScales = Sequence[jax.Array | None]
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class DeviceState:
     """The state that stays on the device between steps. It is donated to every program that takes it."""
@@ -341,7 +341,7 @@ def draw(
     return drawn, found, history
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _DrawingRows:
     """The fields of `StepRows` that decide the drawn tokens. Each has one entry for each row."""

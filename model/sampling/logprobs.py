@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from batcher.request import MAX_LOGPROBS, LogprobsMode
 from model.sampling.vocab_split import VocabShard
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Logprobs:
     """Log-probabilities of a step's rows."""
@@ -31,7 +30,7 @@ class Logprobs:
     top: jax.Array  # f32[S, MAX_LOGPROBS]
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """A chip's results for its part of the vocabulary. The results of several chips are concatenated."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from model.sampling.vocab_split import VocabShard, first_of_greatest
 IN_PROMPT = 1 << 30  # bit of a token's history entry: it occurs in the prompt. The lower bits count outputs
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class SamplingRows:
     """The columns of `batcher.sampling_table` for the step's rows."""

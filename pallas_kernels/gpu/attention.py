@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -44,11 +43,7 @@ INTERPRETER_THREADS = prefill_memory.COMPUTE_WARPGROUPS + 2  # plus the memory w
 DTYPES = (jnp.bfloat16, jnp.float16)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["page_table", "token_pages", "token_slots", "decode", "prefill"],
-    meta_fields=["decode_parts", "prefill_parts"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
     """The arrays that the layers of one step share."""
@@ -57,9 +52,9 @@ class AttentionMetadata:
     token_pages: jax.Array  # i32[T]; -1 for padding
     token_slots: jax.Array  # i32[T]
     decode: ItemList | None  # None: the program has no decode kernel
-    decode_parts: Parts
+    decode_parts: Parts = jax.tree.static()
     prefill: TileList | None  # None: the program only decodes
-    prefill_parts: Parts
+    prefill_parts: Parts = jax.tree.static()
 
 
 def validate(spec: AttentionSpec) -> None:

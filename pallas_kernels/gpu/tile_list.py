@@ -7,7 +7,6 @@ program, and shared by all layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ TOKEN_ALIGNMENT = 8  # rows of a swizzled tile: the copy engine can start at its
 TILE_FIELDS = 10
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["tiles", "num_tiles", "merges", "num_merges"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TileList:
     """The lists of a step, the used entries first."""

@@ -7,7 +7,6 @@ program. `tile_list` has the list of prefill.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ ITEM_ROW, ITEM_FIRST_BLOCK, ITEM_NUM_BLOCKS, ITEM_KV_LEN, ITEM_PART = range(5)
 ITEM_FIELDS = 5
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["items", "num_items", "merges", "num_merges"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ItemList:
     """The lists of a step, the used entries first."""

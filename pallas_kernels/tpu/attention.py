@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +13,7 @@ from pallas_kernels.tpu import append, blocks, decode, decode_memory, lanes, lay
 from pallas_kernels.tpu.layout import Geometry
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "kv_lens",
-        "page_table",
-        "query_starts",
-        "num_singles",
-        "num_rows",
-        "decode_pages",
-        "longest_single",
-        "new_pages",
-    ],
-    meta_fields=["pages_per_seq", "decode_only", "spec_decode"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
     """The arrays that all layers of a step share. They are computed once per step. Their values recompile nothing."""
@@ -40,9 +26,9 @@ class AttentionMetadata:
     decode_pages: jax.Array  # i32[min(S, T)]: the page of each decode row's new token
     longest_single: jax.Array  # i32[]: tokens of the longest single-token row; 0 if there is none
     new_pages: jax.Array | None  # i32[page slots]: the pages of the rows' new tokens (`append`)
-    pages_per_seq: int
-    decode_only: bool
-    spec_decode: bool
+    pages_per_seq: int = jax.tree.static()
+    decode_only: bool = jax.tree.static()
+    spec_decode: bool = jax.tree.static()
 
 
 def make_metadata(

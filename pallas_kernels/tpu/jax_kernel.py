@@ -10,7 +10,6 @@ The kernel converts 8-bit values to the queries' dtype.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ MAX_HEADS = 128  # query heads that a block may have in this memory
 NOWHERE = jnp.iinfo(jnp.int32).max  # past every page
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["batch", "token_pages", "token_slots"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
     """The arrays that all layers of a step share."""
