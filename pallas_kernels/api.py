@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import layout, quantised, reference, validate
+from pallas_kernels import quantised, validate
+from pallas_kernels.backends import implementation
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
-
-WITHOUT_FORMS = (Backend.REFERENCE, Backend.CPU, Backend.TPU_JAX)  # neither interpreted, nor other kernels for drafts
 
 
 @dataclass(frozen=True)
@@ -47,20 +46,20 @@ class PagedAttention:
 
     def kv_pages(self, num_pages: int) -> jax.ShapeDtypeStruct:
         """The shape, dtype and sharding of one layer's K/V pages. `num_pages` includes the null page."""
-        local = layout.kv_pages(self.local_spec, self.backend, num_pages)
-        axis = layout.kv_head_axis(self.backend)
-        shape = tuple(n * self.num_shards if i == axis else n for i, n in enumerate(local.shape))
+        kernels = implementation(self.backend)
+        local: jax.ShapeDtypeStruct = kernels.kv_pages(self.local_spec, num_pages)
+        shape = tuple(n * self.num_shards if i == kernels.KV_HEAD_AXIS else n for i, n in enumerate(local.shape))
         sharding = None if self.mesh is None else NamedSharding(self.mesh, self._kv_partition())
         return jax.ShapeDtypeStruct(shape, local.dtype, sharding=sharding)
 
     @property
     def page_axis(self) -> int:
         """The axis of `kv_pages` along which the pages are."""
-        return layout.page_axis(self.backend)
+        return int(implementation(self.backend).PAGE_AXIS)
 
     def page_bytes(self) -> int:
         """The bytes of one page of one layer on one chip."""
-        one = layout.kv_pages(self.local_spec, self.backend, 1)
+        one = implementation(self.backend).kv_pages(self.local_spec, 1)
         return one.size * one.dtype.itemsize
 
     def make_metadata(
@@ -79,14 +78,8 @@ class PagedAttention:
             ValueError: the shapes of `batch` do not fit together.
         """
         validate.batch(batch, num_tokens=num_tokens, decode_only=decode_only)
-        if spec_decode and self.backend is Backend.REFERENCE:
-            return reference.make_metadata_of_spec_decode(batch, self.local_spec, num_tokens=num_tokens)
-        form = _form(self.backend)
-        if self.backend not in WITHOUT_FORMS:
-            form |= {"spec_decode": spec_decode}
-        return _implementation(self.backend).make_metadata(
-            batch, self.local_spec, num_tokens=num_tokens, decode_only=decode_only, **form
-        )
+        static = {"num_tokens": num_tokens, "decode_only": decode_only, "spec_decode": spec_decode}
+        return implementation(self.backend).make_metadata(batch, self.local_spec, **static, **_form(self.backend))
 
     def __call__(
         self,
@@ -105,7 +98,7 @@ class PagedAttention:
         """
         validate.operands(queries, keys, values, kv_scales, self.spec)
         append_and_attend: Callable[..., Any] = partial(
-            _implementation(self.backend).append_and_attend, spec=self.local_spec, **_options(self.backend)
+            implementation(self.backend).append_and_attend, spec=self.local_spec, **_options(self.backend)
         )
         if kv_scales is not None and not self._is_tpu:  # the TPU kernels round and scale themselves
             append_and_attend = quantised.with_scales(append_and_attend, self.spec.kv_dtype)
@@ -124,7 +117,7 @@ class PagedAttention:
     @property
     def takes_projection(self) -> bool:
         """Whether the backend supports `projected`: its kernels rotate queries and keys as they read them."""
-        return self._is_tpu and _implementation(self.backend).takes_projection(self.local_spec)
+        return self._is_tpu and implementation(self.backend).takes_projection(self.local_spec)
 
     def projected(
         self,
@@ -145,7 +138,7 @@ class PagedAttention:
             raise ValueError(f"queries and keys must be rotated before: {self.backend=} {self.local_spec=}")
         validate.projection(columns, cos, sin, kv_scales, self.spec)
         append_and_attend: Callable[..., Any] = partial(
-            _implementation(self.backend).append_and_attend_projected, spec=self.local_spec, **_options(self.backend)
+            implementation(self.backend).append_and_attend_projected, spec=self.local_spec, **_options(self.backend)
         )
         scales = () if kv_scales is None else (kv_scales,)
         if self.mesh is None:
@@ -164,7 +157,7 @@ class PagedAttention:
         return self.backend in (Backend.TPU, Backend.TPU_INTERPRET)
 
     def _kv_partition(self) -> P:
-        axis = layout.kv_head_axis(self.backend)
+        axis = implementation(self.backend).KV_HEAD_AXIS
         return P(*(self.axis if i == axis else None for i in range(axis + 1)))
 
 
@@ -196,32 +189,9 @@ def candidates(requested: str | None, platform: str) -> tuple[Backend, ...]:
     return (backend,)
 
 
-def _implementation(backend: Backend) -> Any:
-    """The backend's module, which has `make_metadata` and `append_and_attend`. It is imported only when it is used,
-    because the toolchains of the kernels take seconds to import."""
-    if backend is Backend.REFERENCE:
-        return reference
-    if backend is Backend.CPU:
-        from pallas_kernels.cpu import attention as cpu
-
-        return cpu
-    if backend is Backend.TPU_JAX:
-        from pallas_kernels.tpu import jax_kernel
-
-        return jax_kernel
-    if backend in (Backend.TPU, Backend.TPU_INTERPRET):
-        from pallas_kernels.tpu import attention as tpu
-
-        return tpu
-    from pallas_kernels.gpu import attention as gpu
-
-    return gpu
-
-
 def _options(backend: Backend) -> dict[str, bool]:
-    if backend in WITHOUT_FORMS:
-        return {}
-    return {"interpret": backend.is_interpreted, **_form(backend)}
+    has_interpreter = backend not in (Backend.REFERENCE, Backend.CPU, Backend.TPU_JAX)
+    return _form(backend) | ({"interpret": backend.is_interpreted} if has_interpreter else {})
 
 
 def _form(backend: Backend) -> dict[str, bool]:

@@ -32,6 +32,8 @@ DECODE_BLOCKS_AT_ONCE = 16  # blocks of one iteration, at most 4 per row: a sing
 TILE_QUERIES = 128
 TILE_BLOCK_TOKENS = 128
 
+PAGE_AXIS, KV_HEAD_AXIS = 1, 2
+
 NOWHERE = 1 << 30  # a page id past the end of any cache: scatters drop it
 MASKED = -1e30  # below every score, but finite: a row without a live token must not become NaN
 
@@ -53,8 +55,26 @@ class AttentionMetadata:
     decode_only: bool = jax.tree.static()
 
 
-def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> AttentionMetadata:
-    """The pages and offsets of the step's tokens, and the tiles of its chunks. Each layer of the step uses them."""
+def validate(spec: AttentionSpec) -> None:
+    """Raises nothing: the reference has no limits."""
+
+
+def kv_pages(spec: AttentionSpec, num_pages: int) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of one layer's pages. Heads come before tokens: the tokens of one head in a page are
+    contiguous, as XLA's CPU products need them."""
+    shape = (2, num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(spec.kv_dtype))
+
+
+def make_metadata(
+    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool, spec_decode: bool
+) -> AttentionMetadata:
+    """The pages and offsets of the step's tokens, and the tiles of its chunks. Each layer of the step uses them.
+
+    With `spec_decode` every token becomes a row, because a tile of a few queries would cost as much as a full tile.
+    """
+    if spec_decode:
+        batch, decode_only = _in_single_tokens(batch, num_tokens), True
     rows = batch.kv_lens.shape[0]
     row_ids = jnp.arange(rows)
     query_lens = jnp.where(row_ids < batch.num_rows, jnp.diff(batch.query_starts), 0)
@@ -88,23 +108,21 @@ def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
     )
 
 
-def make_metadata_of_spec_decode(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int) -> AttentionMetadata:
-    """The metadata of a step whose rows have a few tokens. Every token becomes a decode row, because a tile of a few
-    queries would cost as much as a full tile. All K/V are appended before any token attends, so each token finds the
-    K/V of the tokens before it."""
+def _in_single_tokens(batch: RaggedBatch, num_tokens: int) -> RaggedBatch:
+    """The batch with a row for each token. The K/V of all tokens are appended before any token attends, so each token
+    finds the K/V of the tokens before it."""
     rows = batch.kv_lens.shape[0]
     tokens = jnp.arange(num_tokens)
     num_real = batch.query_starts[-1]
     row = jnp.clip(jnp.searchsorted(batch.query_starts, tokens, side="right") - 1, 0, rows - 1)
     positions = batch.kv_lens[row] - (batch.query_starts[row + 1] - tokens)
-    each = RaggedBatch(
+    return RaggedBatch(
         page_table=batch.page_table[row],
         kv_lens=jnp.where(tokens < num_real, positions + 1, 0),
         query_starts=jnp.minimum(jnp.arange(num_tokens + 1), num_real),
         num_singles=num_real,
         num_rows=num_real,
     )
-    return make_metadata(each, spec, num_tokens=num_tokens, decode_only=True)
 
 
 def append_and_attend(

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import dense, layout, quantised, validate
+from pallas_kernels import dense, quantised, validate
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
@@ -300,7 +300,7 @@ class SelfTest:
     def _own_pages(self, pages: jax.Array) -> jax.Array:
         if not self._first_page:
             return pages
-        return lax.slice_in_dim(pages, self._first_page, None, axis=layout.page_axis(self._attention.backend))
+        return lax.slice_in_dim(pages, self._first_page, None, axis=self._attention.page_axis)
 
     def _check_other_layers(self, pages: jax.Array) -> None:
         """Checks that no page of another layer was written to. The device compares, because there may be many pages."""
@@ -308,7 +308,7 @@ class SelfTest:
             return
 
         def is_poison(pages: jax.Array) -> jax.Array:
-            others = lax.slice_in_dim(pages, 0, self._first_page, axis=layout.page_axis(self._attention.backend))
+            others = lax.slice_in_dim(pages, 0, self._first_page, axis=self._attention.page_axis)
             content = self._poison.view(f"u{pages.dtype.itemsize}")[0]
             return (lax.bitcast_convert_type(others, content.dtype) == content).all()
 
@@ -380,7 +380,7 @@ class SelfTest:
         return largest
 
     def _check_free_pages(self, step: Step, pages: np.ndarray) -> None:
-        axis = layout.page_axis(self._attention.backend)
+        axis = self._attention.page_axis
         free = _bits(np.take(pages, self._free, axis=axis))
         if (free.reshape(-1, self._poison.size) != self._poison).any():
             raise SelfTestError(f"{step.program}: a page that no sequence owns was written to")

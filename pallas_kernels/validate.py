@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import quantised
+from pallas_kernels.backends import implementation
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -43,25 +44,7 @@ def spec(spec: AttentionSpec, backend: Backend) -> None:
             f"K/V are stored in the activations' dtype, or in {' or '.join(map(str, quantised.LARGEST))}: "
             f"{spec.kv_dtype=} {spec.dtype=}"
         )
-    family = backend.split("-")[0]
-    if backend is Backend.TPU_JAX:
-        from pallas_kernels.tpu import jax_kernel
-
-        jax_kernel.validate(spec)
-    elif family == "tpu":
-        from pallas_kernels.tpu import blocks
-        from pallas_kernels.tpu import layout as tpu_layout
-
-        tpu_layout.validate(spec)
-        blocks.validate_memory(tpu_layout.geometry(spec))
-    elif family == "gpu":
-        from pallas_kernels.gpu import attention as gpu
-
-        gpu.validate(spec)
-    elif family == "cpu":
-        from pallas_kernels.cpu import attention as cpu
-
-        cpu.validate(spec)
+    implementation(backend).validate(spec)
 
 
 def batch(batch: RaggedBatch, *, num_tokens: int, decode_only: bool) -> None:

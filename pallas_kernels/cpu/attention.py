@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import reference
 from pallas_kernels.cpu import library
 from pallas_kernels.cpu.library import ATTEND
 from pallas_kernels.errors import UnavailableError
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
+# The pages have the memory of the reference's. In a page, each 16 tokens of a head's keys are [H, 16].
+PAGE_AXIS, KV_HEAD_AXIS, kv_pages = reference.PAGE_AXIS, reference.KV_HEAD_AXIS, reference.kv_pages
 PIECE = 16  # tokens of a piece; pages are cut into pieces (attention.c)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64  # query heads per KV head
@@ -31,7 +34,7 @@ def validate(spec: AttentionSpec) -> None:
         raise UnavailableError(f"K/V are of the activations' dtype or int8, not {jnp.dtype(spec.kv_dtype)}")
 
 
-def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> RaggedBatch:
+def make_metadata(batch: RaggedBatch, spec: AttentionSpec, **static: object) -> RaggedBatch:
     """The batch itself, which the C code reads."""
     return batch
 

@@ -37,6 +37,7 @@ from pallas_kernels.gpu.tile_list import TOKEN_ALIGNMENT, TileList, prefill_tile
 from pallas_kernels.gpu.work_list import ItemList, decode_items
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
+PAGE_AXIS, KV_HEAD_AXIS = 0, 2
 HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128)  # tokens
 INTERPRETER_THREADS = prefill_memory.COMPUTE_WARPGROUPS + 2  # plus the memory warpgroup, and the program around it
@@ -71,6 +72,13 @@ def validate(spec: AttentionSpec) -> None:
     group = spec.num_query_heads // spec.num_kv_heads
     if group > decode.TILE_M:
         raise UnavailableError(f"the GPU kernels take up to {decode.TILE_M} query heads per KV head: {group=}")
+
+
+def kv_pages(spec: AttentionSpec, num_pages: int) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of one layer's pages on one chip. One page of one head is one box of the copy engine:
+    contiguous."""
+    shape = (num_pages, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(spec.kv_dtype))
 
 
 def make_metadata(

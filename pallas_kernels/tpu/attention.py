@@ -12,6 +12,14 @@ from pallas_kernels.spec import AttentionSpec, RaggedBatch
 from pallas_kernels.tpu import append, blocks, decode, decode_memory, lanes, layout, mixed, mixed_memory, paging
 from pallas_kernels.tpu.layout import Geometry
 
+PAGE_AXIS, KV_HEAD_AXIS, kv_pages = 0, layout.KV_HEAD_AXIS, layout.kv_pages
+
+
+def validate(spec: AttentionSpec) -> None:
+    """Raises UnavailableError, before tracing, if these kernels do not support `spec`, or do not fit a chip's VMEM."""
+    layout.validate(spec)
+    blocks.validate_memory(layout.geometry(spec))
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)

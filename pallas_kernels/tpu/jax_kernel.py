@@ -19,6 +19,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import get_mi
 from pallas_kernels.errors import UnavailableError
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
+PAGE_AXIS, KV_HEAD_AXIS = 0, 2
 LANES = 128
 PAGE_SIZES = range(8, 513)  # tokens
 BLOCK_TOKENS, BLOCK_QUERIES = 512, 32
@@ -63,7 +64,7 @@ def validate(spec: AttentionSpec) -> None:
         raise UnavailableError(f"JAX's TPU kernel takes up to {MAX_HEADS} query heads in a block, not {heads}")
 
 
-def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> AttentionMetadata:
+def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, **static: object) -> AttentionMetadata:
     """The pages of the step's tokens. The kernel needs nothing else besides the batch.
 
     It starts to read the pages of the first row even if there is no row, and would end before they have arrived. So an

@@ -17,9 +17,9 @@ from model.network.packed import pack_for_cpu, pack_for_tpu, use_cpu_products
 from model.network.sharding import abstract_model, make_mesh
 from model.quantization.forms import EightBit, Rounding, WeightForm
 from pallas_kernels.api import PagedAttention
+from pallas_kernels.backends import default_page_size
 from pallas_kernels.chips import arch_converts_fp8
 from pallas_kernels.errors import UnavailableError
-from pallas_kernels.layout import default_page_size
 from pallas_kernels.spec import Backend
 from scripts.building.attention_backend import BACKENDS, Backends, none_can_be_used
 from scripts.flags.settings import EngineSettings

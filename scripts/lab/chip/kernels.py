@@ -25,8 +25,8 @@ from model.execution.device_memory import device_memory
 from model.loading.source import resolve
 from pallas_kernels import validate
 from pallas_kernels.api import PagedAttention, candidates
+from pallas_kernels.backends import default_page_size
 from pallas_kernels.chips import GPU_POOL_SHARE
-from pallas_kernels.layout import default_page_size
 from pallas_kernels.self_test import Program, SelfTest, SelfTestError
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.building.child import ChildError, in_child

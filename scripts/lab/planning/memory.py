@@ -195,8 +195,8 @@ def size_up(
     from model.loading.source import resolve
     from model.loading.stored_weights import has_weights
     from model.network.sharding import TENSOR_AXIS, abstract_model
+    from pallas_kernels.backends import default_page_size
     from pallas_kernels.chips import GPU_POOL_SHARE
-    from pallas_kernels.layout import default_page_size
     from pallas_kernels.spec import Backend
     from scripts.building.attention_backend import paged_attention
     from scripts.building.chips import choose_kv_dtype, choose_model_len

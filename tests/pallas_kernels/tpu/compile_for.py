@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.api import PagedAttention
-from pallas_kernels.layout import default_page_size
+from pallas_kernels.backends import default_page_size
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 from pallas_kernels.tpu import blocks, layout
 from scripts.lab.accounts.bundles import bundle_dumps, read_loops, read_vmem

@@ -7,8 +7,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tuning
+from pallas_kernels.backends import default_page_size
 from pallas_kernels.chips import TPUS, tpu_name
-from pallas_kernels.layout import default_page_size
 from pallas_kernels.spec import AttentionSpec, Backend
 from pallas_kernels.tpu import blocks, decode_memory, layout, mixed_memory
 from pallas_kernels.tpu.decode_memory import DecodeBlocks
