@@ -32,7 +32,7 @@ from model.loading.hf_format import (
     MERGING,
     expected_shapes,
 )
-from model.loading.remote_tensors import RemoteSlice, check_unchanged, readable
+from model.loading.remote_tensors import RemoteSlice, readable
 from model.loading.tensor_files import DTYPES, by_message, grouped
 from model.network.lora import LoraWeights
 
@@ -80,11 +80,6 @@ class MergeableAdapter:
     pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]
     tensors: Mapping[str, RemoteSlice]
     versions: Mapping[Place, str]
-
-    def check_unchanged(self) -> None:
-        """Raises ValueError if a file is no longer the one that was read."""
-        for file, version in self.versions.items():
-            check_unchanged(readable(file), version)
 
 
 @dataclass(kw_only=True)

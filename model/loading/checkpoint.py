@@ -11,7 +11,7 @@ from model.loading.tensors import Checkpoint
 
 
 def open_checkpoint(path: Place, config: LlamaConfig, *, is_converted: bool = False) -> Checkpoint:
-    """The weights at `path`. ValueError, on entering, if they are not those of `config`."""
+    """The weights at `path`. ValueError if they are not those of `config`."""
     if is_converted:
         from model.loading.orbax_format import OrbaxFiles  # it imports Orbax
 

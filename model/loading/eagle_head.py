@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,9 +20,9 @@ from jax.sharding import Mesh
 from model.eagle_config import NUM_TAPS, EagleConfig, EagleForm
 from model.families import LLAMA
 from model.loading.hf_format import INDEX_FILE, SINGLE_FILE, Source, layer_shapes
-from model.loading.remote_tensors import File, RemoteSlice, RemoteTensors, check_unchanged, readable
+from model.loading.remote_tensors import File, RemoteSlice, RemoteTensors, readable
 from model.loading.tensor_files import DTYPES, faults_of, files_in
-from model.loading.tensors import Reader, Tensors
+from model.loading.tensors import Checkpoint, Reader
 from model.loading.torch_file import read_torch_file
 from model.loading.weights import fill_each, join, random_values, read_source, seeds_of
 from model.network.eagle import EagleHead
@@ -53,12 +52,12 @@ _SOURCES: dict[str, tuple[Source, ...]] = {
 }
 
 
-class HeadFiles:
+class HeadFiles(Checkpoint):
     """The tensors of a head, under the names of `_SOURCES`.
 
     Raises:
-        ValueError, on entering: there are no files, a file cannot be read, or the tensors are not those of `config`.
-        The message names each tensor that is missing, repeated, unexpected, mis-shaped or of an unreadable type.
+        ValueError: there are no files, a file cannot be read, or the tensors are not those of `config`. The message
+            names each tensor that is missing, repeated, unexpected, mis-shaped or of an unreadable type.
     """
 
     def __init__(self, folder: Path, config: EagleConfig):
@@ -66,27 +65,12 @@ class HeadFiles:
         self._config = config
         self._slices: dict[str, RemoteSlice] = {}
         self._names: dict[str, str] = {}  # name in `_SOURCES` -> stored name
-        self._versions: dict[File, str] = {}
-
-    def __enter__(self) -> Self:
+        self.versions: dict[File, str] = {}
         self._check([problem for name, value in self._stored() for problem in self._add(name, value)])
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
-
-    def check_unchanged(self) -> None:
-        """Raises ValueError if a file was replaced since it was opened."""
-        for file, version in self._versions.items():
-            check_unchanged(file, version)
 
     @property
     def has_embedding(self) -> bool:
         return EMBEDDING in self._slices
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        stored = {value.get_dtype() for key, value in self._slices.items() if key not in (_TO_MODEL, _TO_DRAFT)}
-        return tuple(sorted(DTYPES[name] for name in stored))
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._slices[key].get_shape())
@@ -110,7 +94,7 @@ class HeadFiles:
                 raise ValueError(f"{self._folder}: t2d and d2t name different tokens")
         return tokens.astype(np.int32)
 
-    def shares_embedding(self, model: Tensors, key: str) -> bool:
+    def shares_embedding(self, model: Checkpoint, key: str) -> bool:
         """Whether the head's embedding equals the model's tensor `key`, up to the rounding of 16-bit types."""
         if self.shape(EMBEDDING) != model.shape(key):
             return False
@@ -128,7 +112,7 @@ class HeadFiles:
         for name in [TORCH_FILE] if is_torch else files_in(self._folder):
             path = self._folder / name
             file = readable(path)
-            self._versions[file] = file.version()
+            self.versions[file] = file.version()
             yield from (read_torch_file(path) if is_torch else RemoteTensors(path).slices()).items()
 
     def _add(self, stored: str, value: RemoteSlice) -> list[str]:
@@ -174,30 +158,27 @@ def expected_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredHead:
-    """A head on disk that is checked against its configuration but not loaded yet."""
+def load_head(
+    folder: Path, config: EagleConfig, *, dtype: Any, mesh: Mesh | None = None, has_embedding: bool
+) -> EagleHead:
+    """The head in a folder on `mesh`, cast to `dtype`. Raises ValueError if the files are damaged.
 
-    folder: Path
-    config: EagleConfig
-    dtypes: tuple[str, ...]
-    has_embedding: bool  # the head's own embedding is loaded
+    Args:
+        has_embedding: loads the head's own embedding.
+    """
+    head = abstract_head(config, dtype=dtype, mesh=mesh, has_embedding=has_embedding)
+    files, num_shards = HeadFiles(folder, config), num_shards_of(mesh)
+    read = partial(read_source, files, config=config.layer, num_shards=num_shards)
 
-    def load(self, *, dtype: Any, mesh: Mesh | None = None) -> EagleHead:
-        """The head on `mesh`, cast to `dtype`. Raises ValueError if the files are damaged."""
-        head = abstract_head(self.config, dtype=dtype, mesh=mesh, has_embedding=self.has_embedding)
-        with HeadFiles(self.folder, self.config) as files:
+    def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        parts = _SOURCES[path]
+        raw = [read(part, sharding=like.sharding) for part in parts]
+        groups = num_shards if len(parts) > 1 else 1
+        return jax.block_until_ready(join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding))
 
-            def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-                parts, num_shards = _SOURCES[path], num_shards_of(mesh)
-                read = partial(read_source, files, config=self.config.layer, num_shards=num_shards)
-                raw = [read(part, sharding=like.sharding) for part in parts]
-                groups = num_shards if len(parts) > 1 else 1
-                return jax.block_until_ready(join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding))
-
-            filled = _filled(head, files.tokens(), make)
-            files.check_unchanged()
-            return filled
+    filled = _filled(head, files.tokens(), make)
+    files.check_unchanged()
+    return filled
 
 
 def random_head(config: EagleConfig, *, seed: int, **form: Any) -> EagleHead:

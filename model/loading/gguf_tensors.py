@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +22,7 @@ from model.inputs.gguf import GgufFile, GgufTensor, parts_of
 from model.loading import gguf_config
 from model.loading.gguf_groups import EXACT, FOUR_BIT, Type, kept_part
 from model.loading.hf_format import EMBEDDING, HEAD, by_path, expected_kernels, expected_shapes, in_layer
-from model.loading.remote_tensors import LocalFile, check_unchanged
+from model.loading.remote_tensors import LocalFile
 from model.loading.tensors import Checkpoint, Contents, Reader
 from model.quantization.forms import (
     HEAD_PATH,
@@ -60,23 +59,18 @@ class GgufTensors(Checkpoint):
     """The tensors of a file by name, with the interface of `TensorFiles`.
 
     Raises:
-        ValueError, on entering: the file is incomplete, or its tensors are not those of `config`. The message names
-        each tensor that is missing, unexpected, mis-shaped or of an unreadable type.
+        ValueError: the file is incomplete, or its tensors are not those of `config`. The message names each tensor that
+            is missing, unexpected, mis-shaped or of an unreadable type.
     """
 
     def __init__(self, path: Path, config: LlamaConfig):
         self._path = path
-        self._versions: Mapping[LocalFile, str] = {}  # of the file, or of all parts
+        self.versions = {file: file.version() for file in map(LocalFile, parts_of(path))}
         self._config = config
-        self._tensors: Mapping[str, GgufTensor] = {}  # in the order of the file
-
-    def __enter__(self) -> Self:
-        self._versions = {file: file.version() for file in map(LocalFile, parts_of(self._path))}
-        file = GgufFile.read(self._path)
-        self._tensors = file.tensors
+        file = GgufFile.read(path)
+        self._tensors = file.tensors  # in the order of the file
         self._check()
         check_places(file)
-        return self
 
     def contents(self) -> Contents:
         """The file's metadata and tensors have already decided whether the head is tied. If projections are quantised,
@@ -140,10 +134,6 @@ class GgufTensors(Checkpoint):
     def reader(self, key: str, rows: slice) -> Reader:
         """A function that reads the part of a tensor at an index."""
         return partial(self._read, key)
-
-    def check_unchanged(self) -> None:
-        for file, version in self._versions.items():
-            check_unchanged(file, version)
 
     def _read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
         """The part of a tensor at `index`. Quantised blocks are dequantised to float32."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from model.inputs.paths import Place
 from model.loading.adapter import MergeableAdapter, read_to_merge
+from model.loading.remote_tensors import readable
 from model.loading.source import ModelSource
 from model.loading.stored_weights import StoredWeights, find_weights
 from model.loading.tensors import Checkpoint, Contents, Reader
@@ -62,20 +63,10 @@ class MergedCheckpoint(Checkpoint):
     def __init__(self, files: Checkpoint, adapter: MergeableAdapter) -> None:
         self._files = files
         self._adapter = adapter
-
-    def __enter__(self) -> Self:
-        self._files.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._files.__exit__(*exc)
+        self.versions = {**files.versions, **{readable(file): version for file, version in adapter.versions.items()}}
 
     def contents(self) -> Contents:
         return replace(self._files.contents(), config=self._adapter.config)
-
-    def check_unchanged(self) -> None:
-        self._files.check_unchanged()
-        self._adapter.check_unchanged()
 
     def kv_ranges(self) -> np.ndarray | None:
         return self._files.kv_ranges()

@@ -142,8 +142,8 @@ class OrbaxFiles(Checkpoint):
     host reads only what its chips hold.
 
     Raises:
-        ValueError: on entering, if the folder is unfinished or damaged, or holds another model or another format; by a
-            reader, if an array is damaged. A changed weight is not found.
+        ValueError: the folder is unfinished or damaged, or holds another model or another format. By a reader, if an
+            array is damaged. A changed weight is not found.
     """
 
     def __init__(self, folder: Place | str, config: LlamaConfig) -> None:
@@ -151,15 +151,12 @@ class OrbaxFiles(Checkpoint):
         self._config = config
         self._shapes = expected_shapes(replace(config, tie_word_embeddings=False))
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE_BYTES}})
-
-    def __enter__(self) -> Self:
         if not isinstance(self._folder, RemotePath):
             for path in (self._folder / _ARRAYS).rglob("*"):
                 if not path.is_dir():
                     check_is_file(path)  # TensorStore would wait for the end of a pipe
         self._description = Description.read(self._folder, self._config)
         self._form = self._description.form(self._config)
-        return self
 
     def contents(self) -> Contents:
         described, config = self._description, self._config

@@ -80,12 +80,6 @@ def readable(file: Place) -> File:
     return LocalFile(file)
 
 
-def check_unchanged(file: File, version: str) -> None:
-    """Raises ValueError if the file no longer has the version: what was read of it may be of two checkpoints."""
-    if file.version() != version:
-        raise ValueError(f"{file} changed while it was read: start again")
-
-
 class RemoteTensors:
     """One file: its tensors by name.
 
@@ -98,8 +92,8 @@ class RemoteTensors:
     """
 
     def __init__(self, place: Place, *, max_header: int = _MAX_HEADER):
-        self._file = file = readable(place)
-        self._version = file.version()
+        self.file = file = readable(place)
+        self.version = file.version()
         size = file.stat().st_size
         start = bytes(file.read_range(0, min(size, _FIRST_BYTES)))
         (header_size,) = _LENGTH.unpack(start[: _LENGTH.size].ljust(_LENGTH.size, b"\0"))
@@ -116,12 +110,9 @@ class RemoteTensors:
 
     def slices(self) -> dict[str, RemoteSlice]:
         return {
-            key: RemoteSlice(self._file, entry["dtype"], tuple(entry["shape"]), self._data + entry["data_offsets"][0])
+            key: RemoteSlice(self.file, entry["dtype"], tuple(entry["shape"]), self._data + entry["data_offsets"][0])
             for key, entry in self._entries.items()
         }
-
-    def check_unchanged(self) -> None:
-        check_unchanged(self._file, self._version)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ class StoredWeights(Contents):
     def kv_ranges(self) -> np.ndarray | None:
         """The ranges of keys and values, f32[L, 2, K], from the K/V scales of the checkpoint. None if it has no such
         scales, or if all are 1. A converted checkpoint has the ranges of its source."""
-        with self._open() as files:
-            return files.kv_ranges()
+        return self._open().kv_ranges()
 
     def load(self, **form: Any) -> Llama:
         """Loads the model. `form`: the arguments of `abstract_model`.
@@ -51,8 +50,7 @@ class StoredWeights(Contents):
                 f"{self.path} holds {held}, and {asked or 'none'} is asked for: convert again with --quantization, "
                 f"or load the safetensors"
             )
-        with self._open() as files:
-            return load(files, **form)
+        return load(self._open(), **form)
 
     def _open(self) -> Checkpoint:
         return open_checkpoint(self.path, self.config, is_converted=self.is_converted)
@@ -78,8 +76,7 @@ def find_weights(path: Place, config: LlamaConfig, load_format: str = "auto") ->
         raise ValueError(f"{path} is a GGUF file: only a folder can hold converted weights")
     is_converted = load_format == "orbax" or (load_format == "auto" and (path / CONVERTED).is_dir())
     path = path / CONVERTED if is_converted else path
-    with open_checkpoint(path, config, is_converted=is_converted) as files:
-        found = files.contents()
+    found = open_checkpoint(path, config, is_converted=is_converted).contents()
     remark = None
     if found.config.tie_word_embeddings != config.tie_word_embeddings:
         remark = f"{HEAD.key} differs from the embedding and is used, although config.json ties them"

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import PurePath
-from typing import Self
 
 import numpy as np
 
@@ -50,25 +49,23 @@ class TensorFiles(Checkpoint):
     Otherwise the index lists the files; without an index, all `*.safetensors` are read.
 
     Raises:
-        ValueError, on entering: there are no files, the index is invalid, a file is incomplete, or the tensors are not
-        those of `config`: each one that is missing, repeated, unexpected, mis-shaped or of an unreadable type is named.
+        ValueError: there are no files, the index is invalid, a file is incomplete, or the tensors are not those of
+            `config`: each one that is missing, repeated, unexpected, mis-shaped or of an unreadable type is named.
     """
 
     def __init__(self, folder: Place, config: LlamaConfig):
         self._folder = folder
-        self._files: list[RemoteTensors] = []
         self._config = config
         self._form = config.quantized
         self._slices: dict[str, RemoteSlice] = {}
         self._kernels: dict[str, PackedKernel] = {}  # those that are unpacked when they are read
         self._lacking: dict[str, set[str]] = {}  # file name -> tensors that the index lists in it and that it lacks
         self._repeated: set[str] = set()
-
-    def __enter__(self) -> Self:
-        files = files_in(self._folder)
+        files = files_in(folder)
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-            self._files = list(pool.map(RemoteTensors, (self._folder / name for name in files)))
-        for (name, promised), file in zip(files.items(), self._files, strict=True):
+            opened = list(pool.map(RemoteTensors, (folder / name for name in files)))
+        self.versions = {file.file: file.version for file in opened}
+        for (name, promised), file in zip(files.items(), opened, strict=True):
             slices = file.slices()
             if absent := set(promised or ()) - slices.keys():
                 self._lacking[name] = absent
@@ -81,11 +78,6 @@ class TensorFiles(Checkpoint):
             parts = {name: found for name, found in named if found is not None}
             if self._form is not None and (kernel := self._form.kernel(module.removesuffix("."), parts, shape)):
                 self._kernels[key] = kernel
-        return self
-
-    def check_unchanged(self) -> None:
-        for file in self._files:
-            file.check_unchanged()
 
     def contents(self) -> Contents:
         """Reads the slices' types and names. A head that differs from the embedding is used even if the config ties

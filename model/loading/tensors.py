@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, Self
+from types import MappingProxyType
 
 import numpy as np
 
 from model.config import LlamaConfig
+from model.loading.remote_tensors import File
 from model.quantization.forms import Activations, WeightForm
 
 Reader = Callable[[tuple[slice, ...]], np.ndarray]
-
-
-class Tensors(Protocol):
-    """Tensors by name."""
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-
-    def reader(self, key: str, rows: slice) -> Reader:
-        """Reads the parts of a tensor at the indices that it is called with. They are within `rows`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +29,31 @@ class Contents:
     four_bit_fault: str | None = None  # why `four_bit` is None for packed projections
 
 
-class Checkpoint(Tensors):
-    """Tensors under their Hugging Face names. On entering, all of them have been checked against the config.
+class Checkpoint:
+    """Tensors by name, for a model under their Hugging Face names. All of them have been checked against the config.
 
     The defaults are those of a checkpoint that is not quantised.
     """
 
-    def __enter__(self) -> Self:
+    versions: Mapping[File, str] = MappingProxyType({})  # of its files, from before anything was read
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
         raise NotImplementedError
 
-    def __exit__(self, *exc: object) -> None: ...
+    def reader(self, key: str, rows: slice) -> Reader:
+        """Reads the parts of a tensor at the indices that it is called with. They are within `rows`."""
+        raise NotImplementedError
 
     def contents(self) -> Contents:
         """What the checkpoint holds. It may read the head, to compare it with the embedding."""
         raise NotImplementedError
 
     def check_unchanged(self) -> None:
-        """Raises ValueError if another checkpoint has taken this one's place since it was opened."""
+        """Raises ValueError if a file was replaced since it was opened: what was read may be of two checkpoints."""
+        for file, version in self.versions.items():
+            if file.version() != version:
+                raise ValueError(f"{file} changed while it was read: start again")
 
     def scales(self, key: str) -> tuple[np.ndarray, int | None] | None:
         """The scales f32[out, n] of an 8-bit kernel, one for each of n parts of a row, and the weights of a part. The

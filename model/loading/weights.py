@@ -23,7 +23,7 @@ from model.config import LlamaConfig
 from model.inputs.paths import Place, place
 from model.loading.checkpoint import open_checkpoint
 from model.loading.hf_format import Source, sources
-from model.loading.tensors import Checkpoint, Reader, Tensors
+from model.loading.tensors import Checkpoint, Reader
 from model.network.linear import INIT_STDDEV, methods_of
 from model.network.linear_method import LinearMethod, Unquantized
 from model.network.llama import Llama
@@ -45,8 +45,7 @@ def load_hf(path: Place | str, config: LlamaConfig, *, mesh: Mesh | None = None,
         ValueError: a file is incomplete, or tensors are missing, unexpected, mis-shaped or of a type that cannot be
             cast. One message lists all such tensors.
     """
-    with open_checkpoint(place(path, "model"), config) as files:
-        return load(files, mesh=mesh, **form)
+    return load(open_checkpoint(place(path, "model"), config), mesh=mesh, **form)
 
 
 def load(files: Checkpoint, *, mesh: Mesh | None = None, **form: Any) -> Llama:
@@ -193,7 +192,9 @@ def sources_of(module: str, likes: Described, config: LlamaConfig) -> tuple[Sour
     return sources(f"{module}.{name}" if module else name, config.family)
 
 
-def read_source(files: Tensors, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
+def read_source(
+    files: Checkpoint, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding
+) -> jax.Array:
     """Reads a tensor in the file's dtype. Each chip's part is read separately. KV heads are repeated if there are more
     chips than heads."""
     return _read_rows(partial(files.reader, source.key), files.shape(source.key), source, config, num_shards, sharding)

@@ -11,7 +11,7 @@ from model.config import LlamaConfig
 from model.eagle_config import EagleConfig, EagleForm
 from model.inputs.gguf import is_gguf
 from model.loading.checkpoint import open_checkpoint
-from model.loading.eagle_head import HeadFiles, StoredHead, random_head
+from model.loading.eagle_head import HeadFiles, load_head, random_head
 from model.loading.hf_format import EMBEDDING
 from model.loading.source import DEMO_FOLDER, Kind, ModelSource, head_folder
 from model.network.eagle import EagleHead
@@ -34,7 +34,8 @@ class ChosenHead:
     """A head that is found and checked, but not loaded yet."""
 
     folder: Path
-    stored: StoredHead | None  # None: its weights are random
+    is_random: bool  # nothing is read from the folder
+    has_embedding: bool  # of its own; otherwise it shares the model's
     eagle: EagleConfig
     dtype: str  # the model's
     context_remark: str | None
@@ -46,25 +47,22 @@ class ChosenHead:
     def config(self) -> LlamaConfig:
         return self.eagle.layer
 
-    @property
-    def has_embedding(self) -> bool:
-        """Whether the head has its own embedding; otherwise it shares the model's."""
-        if self.stored is None:
-            return self.eagle.layer.hidden_size != self.eagle.model_width
-        return self.stored.has_embedding
-
     def plan(self, form: Mapping[str, Any]) -> EagleHead:
         """The head in the form of a `ModelOnChips`, without weights."""
-        return abstract_head(self.eagle, has_embedding=self.has_embedding, **_placement(form))
+        return abstract_head(self.eagle, **self._form(form))
 
     def load(self, form: Mapping[str, Any]) -> EagleHead:
         """The head in the form of a `ModelOnChips`, with its weights."""
-        if self.stored is None:
-            return random_head(self.eagle, seed=self.seed, has_embedding=self.has_embedding, **_placement(form))
-        return self.stored.load(**_placement(form))
+        if self.is_random:
+            return random_head(self.eagle, seed=self.seed, **self._form(form))
+        return load_head(self.folder, self.eagle, **self._form(form))
+
+    def _form(self, form: Mapping[str, Any]) -> dict[str, Any]:
+        """The parts of a `ModelOnChips.form` that apply to a head, which is not quantised."""
+        return {"dtype": form["dtype"], "mesh": form["mesh"], "has_embedding": self.has_embedding}
 
     def remarks(self) -> Iterator[str]:
-        origin = "nowhere (random)" if self.stored is None else self.folder
+        origin = "nowhere (random)" if self.is_random else self.folder
         yield f"of an {self.eagle.form} head from {origin}, as {self.dtype} (the model's)"
         if self.has_embedding:
             yield "with an embedding of its own"
@@ -165,7 +163,8 @@ def choose_head(
         remark = f"trained for {trained} tokens: fewer of its drafts may be right behind them"
     return ChosenHead(
         folder=folder,
-        stored=None if is_random else _find(folder, config, model),
+        is_random=is_random,
+        has_embedding=_needs_embedding(config) if is_random else _has_embedding(folder, config, model),
         eagle=config,
         dtype=model.dtype,
         context_remark=remark,
@@ -173,23 +172,23 @@ def choose_head(
     )
 
 
-def _find(folder: Path, config: EagleConfig, model: ChosenWeights) -> StoredHead:
-    """The weights on disk. A copy of the model's embedding is not loaded."""
-    with HeadFiles(folder, config) as files:
-        files.tokens()
-        has_embedding, stored = files.has_embedding, model.stored
-        if has_embedding and stored is not None and not stored.is_converted and not is_gguf(stored.path):
-            with open_checkpoint(stored.path, stored.config) as of_model:
-                has_embedding = not files.shares_embedding(of_model, EMBEDDING.key)
-        if not has_embedding and config.layer.hidden_size != config.model_width:
-            width = config.layer.hidden_size
-            raise ValueError(f"{folder}: a head of width {width} cannot share the model's embedding, and has none")
-        return StoredHead(folder=folder, config=config, dtypes=files.dtypes, has_embedding=has_embedding)
+def _needs_embedding(config: EagleConfig) -> bool:
+    """Whether the head cannot share the model's embedding."""
+    return config.layer.hidden_size != config.model_width
 
 
-def _placement(form: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a `ModelOnChips.form` that apply to a head, which is not quantised."""
-    return {name: form[name] for name in ("dtype", "mesh")}
+def _has_embedding(folder: Path, config: EagleConfig, model: ChosenWeights) -> bool:
+    """Checks the weights in the folder. Returns whether the head has an embedding of its own. A copy of the model's is
+    not loaded."""
+    files = HeadFiles(folder, config)
+    files.tokens()
+    has_embedding, stored = files.has_embedding, model.stored
+    if has_embedding and stored is not None and not stored.is_converted and not is_gguf(stored.path):
+        has_embedding = not files.shares_embedding(open_checkpoint(stored.path, stored.config), EMBEDDING.key)
+    if not has_embedding and _needs_embedding(config):
+        width = config.layer.hidden_size
+        raise ValueError(f"{folder}: a head of width {width} cannot share the model's embedding, and has none")
+    return has_embedding
 
 
 def draft_cost(

@@ -53,8 +53,8 @@ def make_offloading(settings: EngineSettings, runner: ModelRunner, digests: Dige
 
 def _digest(weights: ChosenWeights | ChosenHead) -> str:
     """A text that is equal only for equal weights."""
-    if weights.stored is None:
-        return f"random {weights.seed} {weights.config!r}"
-    if isinstance(weights, ChosenHead):
+    if isinstance(weights, ChosenHead) and not weights.is_random:
         return files_digest(sorted(file for file in weights.folder.iterdir() if file.is_file()))
-    return weights_digest(weights.stored)
+    if isinstance(weights, ChosenWeights) and weights.stored is not None:
+        return weights_digest(weights.stored)
+    return f"random {weights.seed} {weights.config!r}"

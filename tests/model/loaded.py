@@ -36,8 +36,8 @@ def load(path: Path, form: WeightForm | None = None, num_shards: int = 1, **opti
 
 def load_orbax(folder: Place | str, config: LlamaConfig, **options: Any) -> Llama:
     """Of converted weights, in their form."""
-    with OrbaxFiles(folder, config) as files:
-        return weights.load(files, quantization=files.contents().quantization, **options)
+    files = OrbaxFiles(folder, config)
+    return weights.load(files, quantization=files.contents().quantization, **options)
 
 
 def load_wide(folder: Path, values: Mapping[str, np.ndarray], *options: Any) -> dict[str, np.ndarray]:

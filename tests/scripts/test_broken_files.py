@@ -113,8 +113,7 @@ def read_text(folder: Path) -> None:
 
 def read_head(folder: Path) -> None:
     config = EagleConfig.from_file(folder, EagleForm.EAGLE3, eagle_heads.MODEL)
-    with HeadFiles(folder, config) as files:
-        files.tokens()
+    HeadFiles(folder, config).tokens()
 
 
 def read_orbax(folder: Path) -> None:

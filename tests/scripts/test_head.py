@@ -35,8 +35,7 @@ def chosen(folder: Path | str, form: EagleForm = THIRD, *, max_model_len: int = 
 def test_a_head_in_a_folder_is_taken(form, tmp_path) -> None:
     head = chosen(eagle_heads.random_for(tmp_path, form, DEMO_FOLDER), form, quantization="int8", kv_cache_dtype="int8")
     assert (head.eagle.form, head.dtype, head.has_embedding, head.context_remark) == (form, "float32", False, None)
-    assert head.stored is not None
-    assert head.stored.dtypes == ("float16",)
+    assert not head.is_random
 
 
 def test_a_copy_of_the_models_embedding_is_shared_and_another_one_is_loaded(tmp_path) -> None:
@@ -67,7 +66,7 @@ def test_random_weights_need_the_config_only(tmp_path) -> None:
     folder = eagle_heads.random_for(tmp_path, THIRD, DEMO_FOLDER)
     (folder / "model.safetensors").unlink()
     head = chosen(folder, load_format="dummy")
-    assert (head.stored, head.has_embedding) == (None, False)
+    assert (head.is_random, head.has_embedding) == (True, False)
     with pytest.raises(ValueError, match="--speculative-config: no safetensors files"):
         chosen(folder)
 

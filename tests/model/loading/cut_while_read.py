@@ -11,17 +11,11 @@ from unittest import mock
 
 from model.inputs.gguf import GgufFile
 from model.loading.adapter import read_adapter
-from model.loading.eagle_head import StoredHead
+from model.loading.eagle_head import load_head
 from model.loading.gguf_config import gguf_model_config
 from model.loading.weights import load_hf
 from tests.model import adapters
 from tests.model.loading.test_eagle_head import config_of
-
-
-def read_head(path: Path) -> object:
-    head = StoredHead(folder=path, config=config_of(), dtypes=("float16",), has_embedding=False)
-    return head.load(dtype="float32")
-
 
 # How a kind is read, and what is called once its files are open.
 KINDS = {
@@ -30,7 +24,10 @@ KINDS = {
         lambda path: load_hf(path, gguf_model_config(GgufFile.read(path)), dtype="float32"),
         "model.loading.weights", "module_reader",
     ),
-    "head": (read_head, "model.loading.eagle_head:HeadFiles", "tokens"),
+    "head": (
+        lambda path: load_head(path, config_of(), dtype="float32", has_embedding=False),
+        "model.loading.eagle_head:HeadFiles", "tokens",
+    ),
 }  # fmt: skip
 
 

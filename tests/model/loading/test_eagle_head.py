@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from model.eagle_config import EagleConfig, EagleForm
-from model.loading.eagle_head import HeadFiles, StoredHead
+from model.loading.eagle_head import HeadFiles, load_head
 from model.loading.torch_file import read_torch_file
 from model.network.eagle import EagleHead
 from tests.model import eagle_heads
@@ -30,8 +30,7 @@ def config_of(variant: str = THIRD, **changes: object) -> EagleConfig:
 
 
 def loaded(folder: Path, config: EagleConfig, *, has_embedding: bool = False) -> EagleHead:
-    stored = StoredHead(folder=folder, config=config, dtypes=("float16",), has_embedding=has_embedding)
-    return stored.load(dtype=jnp.float32)
+    return load_head(folder, config, dtype=jnp.float32, has_embedding=has_embedding)
 
 
 def same(one: EagleHead, other: EagleHead) -> bool:
@@ -86,8 +85,8 @@ def test_a_head_that_drafts_all_tokens_needs_no_tables(kept, tmp_path) -> None:
 def test_tensors_that_are_not_those_of_the_head_are_refused_by_name(variant, change, words, tmp_path) -> None:
     tensors = {name: x for name, x in (eagle_heads.stored(variant) | change).items() if x is not None}
     folder = eagle_heads.write(tmp_path, make_eagle.config(variant), tensors)
-    with pytest.raises(ValueError, match=words), HeadFiles(folder, config_of(variant)):
-        pass
+    with pytest.raises(ValueError, match=words):
+        HeadFiles(folder, config_of(variant))
 
 
 @pytest.mark.parametrize(
@@ -145,8 +144,8 @@ def test_the_layers_that_are_read(fields, taps) -> None:
 def test_a_folder_without_a_head_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"a head is a folder with its config\.json"):
         EagleConfig.from_file(tmp_path, EagleForm.EAGLE3, eagle_heads.MODEL)
-    with pytest.raises(ValueError, match="no safetensors files"), HeadFiles(tmp_path, config_of()):
-        pass
+    with pytest.raises(ValueError, match="no safetensors files"):
+        HeadFiles(tmp_path, config_of())
 
 
 class _Runs:

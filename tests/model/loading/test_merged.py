@@ -77,9 +77,9 @@ def test_older_names_are_read(tmp_path):
 
 
 def tensors_of(stored: StoredWeights) -> dict[str, np.ndarray]:
-    with stored._open() as files:
-        keys = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.v_proj.weight")
-        return {key: files.reader(key, slice(0, None))((slice(0, None),)) for key in keys}
+    keys = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.v_proj.weight")
+    files = stored._open()
+    return {key: files.reader(key, slice(0, None))((slice(0, None),)) for key in keys}
 
 
 ROWS = np.zeros((196, 64), np.float32)

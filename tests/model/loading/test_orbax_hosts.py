@@ -37,8 +37,8 @@ from model.config import LlamaConfig
 from model.loading.orbax_format import OrbaxFiles
 from model.loading.weights import load
 from model.network.sharding import make_mesh
-with OrbaxFiles(folder + "/orbax", LlamaConfig.from_file(folder)) as files:
-    model = load(files, dtype="bfloat16", mesh=make_mesh(8))
+files = OrbaxFiles(folder + "/orbax", LlamaConfig.from_file(folder))
+model = load(files, dtype="bfloat16", mesh=make_mesh(8))
 (metric,) = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
 held = {}
 for path, variable in nnx.to_flat_state(nnx.state(model)):

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model.eagle_config import EagleConfig, EagleForm
-from model.loading.eagle_head import HeadFiles, StoredHead
+from model.loading.eagle_head import HeadFiles, load_head
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from model.network.sharding import make_mesh
@@ -23,10 +23,8 @@ from tests.model.goldens.make_eagle import CHAIN, LENGTH, VARIANTS, hidden_state
 def head_of(folder, variant: str, *, mesh=None) -> EagleHead:
     form = EagleForm.EAGLE3 if is_third(variant) else EagleForm.EAGLE
     config = EagleConfig.from_file(eagle_heads.written(folder, variant), form, eagle_heads.MODEL)
-    with HeadFiles(folder, config) as files:
-        assert (files.dtypes, files.has_embedding) == (("float16",), True)
-    stored = StoredHead(folder=folder, config=config, dtypes=("float16",), has_embedding=True)
-    return stored.load(dtype=jnp.float32, mesh=mesh)
+    assert HeadFiles(folder, config).has_embedding
+    return load_head(folder, config, dtype=jnp.float32, mesh=mesh, has_embedding=True)
 
 
 @pytest.fixture(scope="module")
