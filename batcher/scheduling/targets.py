@@ -10,8 +10,8 @@ A request may have a target for the time to its first token (TTFT) and one for e
    and the percentile is still kept. With several models, each counts its own steps. A target that is shorter than the
    smallest step with a prompt limits no step, because it would stop all prompts. In longer steps requests also hold
    their pages longer: the pages in use grow in proportion to the mean time of a step. Where decodes have a target, a
-   program may run if the pages in use would not exceed `_PAGES_HELD` of all pages with all steps as long as it. Programs
-   that take hardly longer than the smallest one with a prompt may always run.
+   program may run if the pages in use would not exceed `_PAGES_HELD` of all pages with all steps as long as it.
+   Programs that take hardly longer than the smallest one with a prompt may always run.
 2. Within one priority, requests that can still keep their TTFT go first, in the order of the latest time at which their
    prompts must start. `fair_queue.py` still shares rows among clients. A request without a TTFT target takes its place
    as if it had one of `_USUAL_TTFT_S`, and is never late.
