@@ -44,7 +44,9 @@ class TpuChip:
     # The forms of weights that a product dequantises at the memory's speed. All chips convert int8 quickly. Chips
     # without "fp8" convert it slowly (compilers' accounts: scripts/lab/results/decisions.md). A chip has "int4" if, by
     # the compiler's account, `tpu.int4_product` takes little longer than reading its weights at 16 rows, and no longer
-    # than a product with int8 at 512 rows (scripts/lab/results/2026-11-23-int4.md).
+    # than a product with int8 at 512 rows (scripts/lab/results/2026-11-23-int4.md). "nvfp4" stands where "int4" does:
+    # it is exact and saves memory, but up to 64 rows it takes 1.3 times as long as reading int8 ("Weights in NVFP4" in
+    # scripts/lab/results/decisions.md).
     reads: frozenset[str] = frozenset({"int8"})
     # "int8" or "fp8" -> the least number of rows for which rounding the inputs to this type pays. With that many rows,
     # the rounding and the products with rounded inputs take less time than products with inputs in bfloat16
@@ -66,7 +68,7 @@ TPUS = {
         TpuChip("v5e",   15.75,  819e9, 1.50e9, 131072, 128 * MIB,  64, rounded_rows={"int8": 1}, max_host_chips=8),
         TpuChip("v5p",   95.73, 2765e9, 1.75e9, 262144,  64 * MIB, 256, cores=2, rounded_rows={"int8": 1}),
         TpuChip("v6e",   31.24, 1638e9, 1.75e9, 524288, 128 * MIB, 128, rounded_rows={"int8": 512},
-                reads=frozenset({"int8", "int4", "int4-g16"}), max_host_chips=8),
+                reads=frozenset({"int8", "int4", "int4-g16", "nvfp4"}), max_host_chips=8),
         TpuChip("tpu7x", 94.74, 3690e9, 2.20e9, 524288,  64 * MIB, 256, rounded_rows={"fp8": 512},
                 reads=frozenset({"int8", "fp8"}), devices_per_chip=2),
     )
@@ -84,7 +86,7 @@ EIGHT_BIT_SPEED = 2.0
 
 # `reads` and `rounded_rows` for CPUs with the C code (scripts/lab/results/2026-11-23-cpu-int8.md). "int4-exact" has the
 # scales of a packed checkpoint or a GGUF file as they are stored, and "int6" is GGUF's Q6_K. Inputs of int4 and int6
-# kernels are rounded to int8. The C code has no product for "int4-g16", which has groups of 16 inputs.
+# kernels are rounded to int8. The C code has no product for "int4-g16", which has groups of 16 inputs, nor for "nvfp4".
 CPU_READS = frozenset({"int8", "int4", "int4-exact", "int6"})
 CPU_ROUNDED_ROWS: Mapping[str, int] = {"int8": 1, "int6": 1, "int4": 1}
 XLA_READS = frozenset({"int8"})  # `reads` for CPUs without the C code, and for TPUs that are not in the table
@@ -112,9 +114,10 @@ def arch_reads(arch: tuple[int, int]) -> frozenset[str]:
 
     XLA's compiler dequantises int4 kernels with scales of groups inside a product on all supported architectures
     (scripts/lab/results/2026-11-23-int4.md). Below Hopper it writes fp8 weights to memory in a wider type for each
-    product, so fp8 is not among the forms.
+    product, so fp8 is not among the forms. "nvfp4" is an int4 kernel whose numbers are decoded on the way ("Weights
+    in NVFP4" in scripts/lab/results/decisions.md).
     """
-    return frozenset({"int8", "int4", "int4-g16"} | ({"fp8"} if arch >= (9, 0) else set()))
+    return frozenset({"int8", "int4", "int4-g16", "nvfp4"} | ({"fp8"} if arch >= (9, 0) else set()))
 
 
 def arch_rounded_rows(arch: tuple[int, int]) -> Mapping[str, int]:

@@ -7,6 +7,12 @@ CPUs also read the scales and zeros of GGUF, GPTQ and similar formats as they ar
 then uint8, with 8 added to them. A group may have an offset in place of a zero: a weight is then
 `(kernel + 8) * scale - offset`. The C code of `pallas_kernels.cpu.four_bit` multiplies with all of these.
 
+In NVFP4 a kernel holds codes of e2m1, -7 to 7, in `jnp.int4`: the sign and the place of the magnitude among 0, 0.5, 1,
+1.5, 2, 3, 4 and 6. Each output has a float32 factor, `row_scale`, which is half the scale of all scales of its tensor:
+the codes are decoded in halves, to small integers (`halves_of`). These times the scale of a group have at most six
+significant bits, so the weights of a product are exact in bfloat16. The product is multiplied with the factor in
+float32, as that of an 8-bit kernel is.
+
 XLA's GPU compiler dequantises inside the product if the kernel is multiplied with its scales in bfloat16, and if the
 option for sub-channel dequantisation is set (`compiler_options`). It cannot do this for zeros that are subtracted from
 the weights. The part of the zeros is subtracted afterwards: it is a product with the sums of each group's inputs.
@@ -35,12 +41,14 @@ from pallas_kernels.cpu import four_bit
 LEAST = -8  # the least int4; the largest is 7
 STEPS = 15  # from the least value to the largest
 _LARGEST_OF_6_BITS = 63
+_BETWEEN_HALVES = (0.5, 1.5, 2.5, 3.5, 5, 7, 10)  # between the magnitudes of e2m1, in halves
 _LAST = (((1,), (1,)), ((), ()))
 
 
 @dataclass(frozen=True)
 class FourBitMethod(LinearMethod):
-    """An int4 kernel with scales [out, in / group] and perhaps zeros or offsets. All are split as the kernel is.
+    """An int4 kernel with scales [out, in / group] and perhaps zeros or offsets, all split as the kernel is. In NVFP4
+    there is also a `row_scale` [out, 1], split as the outputs are.
 
     Args:
         rounding: if given, inputs are rounded (`round_blocks`); None: they keep their type.
@@ -52,6 +60,8 @@ class FourBitMethod(LinearMethod):
     def quantize(self, kernel: jax.Array) -> dict[str, jax.Array]:
         """The parameters for a kernel [out, in], by name. All zeros are 0: only a checkpoint has others."""
         numbers = self.form.numbers
+        if self.form.is_float:
+            return quantize_to_nvfp4(kernel, self.form.group)
         if numbers.has_offsets:
             return quantize_with_offsets(kernel, self.form)
         kernel, scale = quantize_groups(kernel, self.form.group, numbers.scale_dtype)
@@ -61,13 +71,17 @@ class FourBitMethod(LinearMethod):
         return {"kernel": kernel, "scale": scale, "zero": jnp.full(scale.shape, zero, dtype)}
 
     def create(self, kernel: jax.Array, axes: Axes) -> dict[str, tuple[jax.Array, Axes]]:
-        return {name: (value, axes) for name, value in self.quantize(kernel).items()}
+        made = self.quantize(kernel)
+        return {name: (value, (axes[0], "rows") if name == "row_scale" else axes) for name, value in made.items()}
 
     def apply(self, inputs: jax.Array, weights: Weights, out_dtype: Any) -> jax.Array:
         numbers = self.form.numbers
         if weights["kernel"].ndim == 3:
             return self._in_c(inputs, weights, out_dtype)
         kernel, scale, zero = weights["kernel"], weights["scale"], weights.get("zero")
+        if self.form.is_float:
+            product = multiply_groups(inputs, halves_of(kernel, inputs.dtype), scale)
+            return (product * weights["row_scale"][:, 0]).astype(out_dtype)
         if self.rounding is not None:
             inputs = round_blocks(inputs)
         elif numbers is not ScaleFormat.CHIP:
@@ -102,7 +116,7 @@ class FourBitMethod(LinearMethod):
 
 @dataclass(frozen=True)
 class FourBitTpuMethod(FourBitMethod):
-    """An int4 kernel that is stored as [in, out], with scales and zeros [in / group, out].
+    """An int4 kernel that is stored as [in, out], with scales and zeros [in / group, out] and a `row_scale` [1, out].
 
     Args:
         mesh: the chips; None: one chip.
@@ -121,20 +135,20 @@ class FourBitTpuMethod(FourBitMethod):
         """inputs [T, in] times the kernel [in, out]: [T, out]. The products of the chips are summed in `out_dtype`."""
         from pallas_kernels.tpu import int4_product  # only TPUs import it
 
-        def on_one(inputs: jax.Array, *values: jax.Array) -> jax.Array:
-            product = int4_product.multiply(inputs, *values, out_dtype=out_dtype, interpret=self.interpret)
+        def on_one(inputs: jax.Array, values: Weights) -> jax.Array:
+            product = int4_product.multiply(inputs, **values, out_dtype=out_dtype, interpret=self.interpret)
             return product if self.in_axis is None else lax.psum(product, self.in_axis)
 
-        values = [weights[name] for name in ("kernel", "scale", "zero") if name in weights]
         if self.mesh is None:
-            return on_one(inputs, *values)
+            return on_one(inputs, weights)
+        specs = {name: P(None if name == "row_scale" else self.in_axis, self.out_axis) for name in weights}
         return jax.shard_map(
             on_one,
             mesh=self.mesh,
-            in_specs=(P(None, self.in_axis), *(P(self.in_axis, self.out_axis) for _ in values)),
+            in_specs=(P(None, self.in_axis), specs),
             out_specs=P(None, self.out_axis),
             check_vma=False,
-        )(inputs, *values)
+        )(inputs, dict(weights))
 
     def on_tpu(self, *_: Any, **__: Any) -> None:
         """None: this method is already the one for TPUs."""
@@ -154,6 +168,31 @@ def quantize_groups(weights: jax.Array, group: int, scale_dtype: Any = jnp.bfloa
     divisor = jnp.where(scale == 0, 1.0, scale.astype(jnp.float32))  # a group of zeros
     steps = jnp.clip(jnp.round(grouped / divisor), LEAST, -LEAST - 1)
     return steps.astype(jnp.int4).reshape(weights.shape), scale[:, :, 0]
+
+
+def quantize_to_nvfp4(weights: jax.Array, group: int) -> dict[str, jax.Array]:
+    """weights [out, in] of any float type -> the parameters of NVFP4. Each weight is rounded to the nearest e2m1 times
+    its scale, and each scale to e4m3. A group with a non-finite weight gets a non-finite scale."""
+    grouped = weights.astype(jnp.float32).reshape(weights.shape[0], -1, group)
+    scale = jnp.max(jnp.abs(grouped), axis=2) * np.float32(1 / 12)  # 12 halves
+    row_scale = jnp.max(scale, axis=1, keepdims=True) * np.float32(1 / EightBit.FP8.largest)
+    row_scale = jnp.where(row_scale == 0, 1.0, row_scale)
+    scale = jnp.minimum(scale / row_scale, EightBit.FP8.largest).astype(EightBit.FP8.dtype).astype(jnp.bfloat16)
+    halves = grouped / (jnp.where(scale == 0, 1.0, scale.astype(jnp.float32)) * row_scale)[:, :, None]
+    code = sum((jnp.abs(halves) > bound).astype(jnp.int8) for bound in _BETWEEN_HALVES)
+    kernel = jnp.where(halves < 0, -code, code).astype(jnp.int4).reshape(weights.shape)
+    return {"kernel": kernel, "scale": scale, "row_scale": row_scale}
+
+
+def halves_of(kernel: jax.Array, dtype: Any) -> jax.Array:
+    """The codes of e2m1, from -7 to 7, as the halves that they stand for: 0, 1, 2, 3, 4, 6, 8 or 12, with the sign.
+
+    A cubic function of the code, rounded, gives the same numbers in bfloat16 and in float32. Its steps have one array
+    and constants, or multiply two conversions: XLA's GPU compiler does not fuse sums or choices of several arrays
+    ("Weights in NVFP4" in `scripts/lab/results/decisions.md`).
+    """
+    code = kernel.astype(jnp.int8)
+    return jnp.floor(code.astype(dtype) * (code * code + 34).astype(dtype) * 0.02 + 0.5)
 
 
 def quantize_with_offsets(weights: jax.Array, form: FourBit) -> dict[str, jax.Array]:

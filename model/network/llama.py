@@ -22,7 +22,7 @@ from model.network.linear_method import LinearMethod, Unquantized
 from model.network.lora import StepAdapters
 from model.network.rope import inverse_frequencies, rotation
 from model.network.row_ops import BY_XLA, RowOps
-from model.quantization.forms import Rounding, WeightForm
+from model.quantization.forms import Plain, Rounding, WeightForm
 
 
 class Llama(nnx.Module):
@@ -34,8 +34,8 @@ class Llama(nnx.Module):
         rngs: the source of random weights; None: zeros, which `nnx.eval_shape` traces faster.
         num_shards: the number of chips over which the heads are split. The order of rows in the fused projections
             (`layers`) depends on it, so weights stored for one number of chips do not fit another.
-        quantization: the form of the projections and the head. If it is given, a tied head becomes a separate kernel,
-            and the embedding is not quantised. Some forms keep the head in another form (`in_head`).
+        quantization: the form of the projections and the head. Some forms keep the head in another form (`in_head`).
+            The embedding is not quantised, and a tied head becomes a separate kernel if it is.
         rounding: how the inputs of quantised products are rounded; None: they are not.
 
     Attributes:
@@ -85,7 +85,7 @@ class Llama(nnx.Module):
         )
         self.norm = RMSNorm(config, dtype=dtype)
         # None: the embedding is also the head's kernel.
-        is_shared = config.tie_word_embeddings and quantization is None
+        is_shared = config.tie_word_embeddings and (quantization is None or quantization.in_head == Plain())
         of_head = replace(rounding, is_static=False) if rounding is not None and rounding.with_head else None
         as_head = partial(linear, quantization=quantization and quantization.in_head, rounding=of_head)
         self.head = None if is_shared else as_head((vocab, embed), ("vocab", "embed"))

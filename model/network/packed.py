@@ -82,13 +82,13 @@ def pack_for_tpu[M: nnx.Module](model: M, mesh: Mesh | AbstractMesh | None, *, i
         interpret: a CPU computes what the TPU would.
     """
     for module in [module for _, module in nnx.iter_graph(model) if isinstance(module, Linear)]:
-        axes = module.kernel.get_metadata("axes")
-        out_axis, in_axis = (None if mesh is None else RULES[axis] for axis in axes)
+        out_axis, in_axis = (None if mesh is None else RULES[axis] for axis in module.kernel.get_metadata("axes"))
         method = module.method.on_tpu(mesh, (out_axis, in_axis), interpret=interpret)
         if method is None:
             continue
         for name, param in module.parameters().items():
-            setattr(module, name, nnx.Param(_turned(param.get_value(), axes[::-1], mesh), axes=axes[::-1]))
+            axes = param.get_metadata("axes")[::-1]
+            setattr(module, name, nnx.Param(_turned(param.get_value(), axes, mesh), axes=axes))
         module.method = method
     return model
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from model.inputs.schema import unsupported
 from model.inputs.words import shown
-from model.quantization.forms import Activations, EightBit
-from model.quantization.packed_form import NVFP4_GROUP, Layout, PackedForm, Zeros
+from model.quantization.forms import NVFP4_GROUP, Activations, EightBit
+from model.quantization.packed_form import Layout, PackedForm, Zeros
 from model.quantization.stored_form import SCALES, Part, StoredForm
 
 MAX_BLOCK = 1 << 16

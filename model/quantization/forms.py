@@ -102,9 +102,11 @@ class EightBit(WeightForm, StrEnum):
 
 
 class ScaleFormat(StrEnum):
-    """The numbers that a 4-bit kernel stores for each output and group. Chips read only `CHIP`; CPUs read all."""
+    """The numbers that a 4-bit kernel stores for each output and group. Chips read `CHIP` and `NVFP4`; CPUs read all
+    except `NVFP4`."""
 
     CHIP = "chip"  # a scale in bfloat16, and perhaps a zero in bfloat16
+    NVFP4 = "nvfp4"  # a scale in bfloat16, which holds every e4m3; the kernel's numbers are codes of e2m1
     BFLOAT16 = "bf16"  # a scale, and perhaps a zero in uint8
     FLOAT16 = "f16"  # a scale, and perhaps a zero in uint8
     FLOAT32 = "f32"  # a scale, and perhaps a zero in uint8
@@ -133,6 +135,7 @@ GROUPS_OF_A_UNIT = 8  # groups that share one float16 unit in `Numbers.Q4_K`
 
 # Inputs of a group. Larger groups save hardly any bytes: a scale has 16 bits, and 128 weights have 512.
 MAX_GROUP, MIN_GROUP = 128, 16
+NVFP4_GROUP = 16
 
 
 def largest_group(widths: Iterable[int], limit: int = MAX_GROUP) -> int | None:
@@ -144,10 +147,12 @@ def largest_group(widths: Iterable[int], limit: int = MAX_GROUP) -> int | None:
 @dataclass(frozen=True, kw_only=True)
 class FourBit(WeightForm):
     """Projections in int4, with a scale for each output and each group of neighbouring inputs. The head is in int8: in
-    int4 it would lose more accuracy than all projections of a layer.
+    int4 it would lose more accuracy than all projections of a layer. Next to NVFP4 it stays as it is, which makes the
+    whole model exact.
 
     Raises:
-        ValueError: the group has fewer than `MIN_GROUP` inputs, or the form has both zeros and offsets.
+        ValueError: the group has fewer than `MIN_GROUP` inputs, or other than 16 in NVFP4, or the form has both zeros
+            and offsets, or zeros in NVFP4.
     """
 
     group: int  # inputs that share a scale
@@ -156,13 +161,14 @@ class FourBit(WeightForm):
     kind = "int4"
     bits = 4
     is_grouped = True
-    in_head = EightBit.INT8
 
     def __post_init__(self) -> None:
         if self.group < MIN_GROUP:
             raise ValueError(f"int4 needs groups of {MIN_GROUP} inputs or more: {self.group=}")
         if self.has_zeros and self.numbers.has_offsets:
             raise ValueError(f"int4 has zeros or offsets, not both: {self.numbers=}")
+        if self.is_float and (self.group != NVFP4_GROUP or self.has_zeros):
+            raise ValueError(f"NVFP4 has groups of {NVFP4_GROUP} inputs without zeros: {self.group=} {self.has_zeros=}")
 
     @classmethod
     def named(cls, name: str, widths: tuple[int, ...]) -> FourBit | None:
@@ -179,8 +185,19 @@ class FourBit(WeightForm):
         return f"{self.kind}-g{self.group}{numbers}" + ("-zeros" if self.has_zeros else "")
 
     @property
+    def is_float(self) -> bool:
+        """Whether the kernel's numbers are floats of 4 bits."""
+        return self.numbers is ScaleFormat.NVFP4
+
+    @property
+    def in_head(self) -> WeightForm:
+        return Plain() if self.is_float else EightBit.INT8
+
+    @property
     def product(self) -> str:
         """The name of the form in `pallas_kernels.chips`. Groups that are no multiple of 32 have names of their own."""
+        if self.is_float:
+            return self.numbers.value
         small = "" if self.group % 32 == 0 else "-g16"
         return f"{self.kind}{small}" + ("" if self.numbers is ScaleFormat.CHIP else "-exact")
 
@@ -193,6 +210,8 @@ class FourBit(WeightForm):
         return 1 if parameter == "kernel" else self.whole if parameter.endswith("_unit") else self.group
 
     def in_words(self) -> str:
+        if self.is_float:
+            return f"NVFP4, groups of {self.group}"
         groups = f"{self.kind}, groups of {self.group}"
         if self.numbers.has_offsets:
             return f"{groups} as in {self.numbers.name}"
@@ -201,7 +220,7 @@ class FourBit(WeightForm):
         return groups + (f" with {' and '.join(with_them)}" if with_them else "")
 
 
-_FOUR_BIT_NAME = re.compile(FourBit.kind + r"(?:-g(\d{1,5})(?:-(bf16|f16|f32|q4_1|q4_k))?(-zeros)?)?")
+_FOUR_BIT_NAME = re.compile(FourBit.kind + r"(?:-g(\d{1,5})(?:-(nvfp4|bf16|f16|f32|q4_1|q4_k))?(-zeros)?)?")
 
 
 @dataclass(frozen=True)

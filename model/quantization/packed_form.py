@@ -19,7 +19,6 @@ from model.quantization.stored_form import SCALES, Part, StoredForm
 
 WORD_BITS = 32
 WORDS = ("I32",)
-NVFP4_GROUP = 16
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # by their 4 bits
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the n-th value of a word belongs to this one of eight neighbouring outputs
 _MIDDLE = np.int8(8)  # the middle of the stored range of 4 bits, which becomes 0
@@ -101,20 +100,21 @@ class PackedForm(StoredForm):
     def in_four_bits(self, widths: Sequence[int]) -> tuple[FourBit | None, str | None]:
         """The 4-bit form that holds kernels with these numbers of inputs without requantising them, or the reason why
         there is none. If stored groups are larger than the form's, their scales are repeated."""
-        if self.bits != 4 or self.is_float:
-            return None, "its values are floats" if self.is_float else f"it has {self.bits} bits"
+        if self.bits != 4:
+            return None, f"it has {self.bits} bits"
         if self.is_ordered:
             return None, "its groups are not of neighbouring inputs"
         group = largest_group(widths) if self.group is None else largest_group((self.group, *widths))
         if group is None:
             return None, f"groups of {self.group} do not divide the numbers of inputs {tuple(widths)}"
-        return FourBit(group=group, has_zeros=self.zeros is not Zeros.MIDDLE), None
+        numbers = ScaleFormat.NVFP4 if self.is_float else ScaleFormat.CHIP
+        return FourBit(group=group, has_zeros=self.zeros is not Zeros.MIDDLE, numbers=numbers), None
 
     def in_exact_form(self, widths: Sequence[int], types: Mapping[str, Set[str]]) -> FourBit | None:
         """The 4-bit form of `in_four_bits` that keeps the scales as they are stored; None if there is none."""
         scales = types[NAMES[self.layout].scales]
         form, _ = self.in_four_bits(widths)
-        if form is None or (scales == {"BF16"} and not form.has_zeros):  # the form of chips is exact
+        if form is None or self.is_float or (scales == {"BF16"} and not form.has_zeros):  # the form of chips is exact
             return form
         named = {"F16": ScaleFormat.FLOAT16, "BF16": ScaleFormat.BFLOAT16, "F32": ScaleFormat.FLOAT32}
         numbers = {named[scale] for scale in scales}
@@ -185,7 +185,7 @@ class PackedKernel:
         """The part of a parameter of a 4-bit form (`four_bit`) at `index`, before it is rounded to that form's types.
 
         Args:
-            name: "kernel" (-> i8[out, in]), or "scale" or "zero" (-> [out, in / group]).
+            name: "kernel" (-> i8[out, in]), "scale" or "zero" (-> [out, in / group]), or "row_scale" (-> f32[out, 1]).
             form: the result of `PackedForm.in_four_bits` or of `in_exact_form`.
 
         Raises:
@@ -194,7 +194,12 @@ class PackedKernel:
         num_out, num_in = self._shape
         rows = slice(*index[0].indices(num_out)[:2])
         if name == "kernel":
-            return self._values(rows, slice(*index[1].indices(num_in)[:2])).astype(np.int8) - _MIDDLE
+            values = self._values(rows, slice(*index[1].indices(num_in)[:2])).astype(np.int8)
+            return np.where(values < 8, values, 8 - values) if self._form.is_float else values - _MIDDLE
+        if name == "row_scale":
+            of_all = self._scale_of_all()
+            row = (of_all if self._form.layout is Layout.MODELOPT else 1 / of_all) / 2  # the kernel is in halves
+            return np.full((rows.stop - rows.start, 1), row)
         assert isinstance(form, FourBit)
         size = self._form.group or num_in
         if not np.array_equal(self._groups(), np.arange(num_in) // size):
@@ -204,7 +209,7 @@ class PackedKernel:
             )
         groups = np.arange(num_in // form.group)[index[1]] * form.group // size
         if name == "scale":
-            return self._scales(rows)[:, groups]
+            return self._stored_scales(rows)[:, groups]
         zeros = self._zeros(rows)
         assert zeros is not None
         zeros = zeros[:, groups]
@@ -212,15 +217,26 @@ class PackedKernel:
 
     def _scales(self, rows: slice) -> np.ndarray:
         """[out, n]"""
-        names, layout = NAMES[self._form.layout], self._form.layout
-        scales = self._parts[names.scales][...]
-        if names.scale is None:
-            return scales[rows] if layout is Layout.ROWS else scales.T[rows]
-        of_all = self._parts[names.scale][...].reshape(1)
-        if not 0 < of_all[0] < np.inf:
-            raise ValueError(f"{self._name}.{names.scale} must be a positive number: {of_all[0]}")
-        wide = scales[rows].astype(np.float32)
-        return wide * of_all if layout is Layout.MODELOPT else wide / of_all
+        scales = self._stored_scales(rows)
+        if not self._form.is_float:
+            return scales
+        wide, of_all = scales.astype(np.float32), self._scale_of_all()
+        return wide * of_all if self._form.layout is Layout.MODELOPT else wide / of_all
+
+    def _stored_scales(self, rows: slice) -> np.ndarray:
+        """[out, n]; in NVFP4 without the scale of all scales."""
+        layout = self._form.layout
+        scales = self._parts[NAMES[layout].scales][...]
+        return scales.T[rows] if layout in (Layout.GPTQ, Layout.AWQ) else scales[rows]
+
+    def _scale_of_all(self) -> np.float32:
+        """The scale of all scales of NVFP4. compressed-tensors stores what they are divided by."""
+        name = NAMES[self._form.layout].scale
+        assert name is not None
+        (of_all,) = self._parts[name][...].reshape(1)
+        if not 0 < of_all < np.inf:
+            raise ValueError(f"{self._name}.{name} must be a positive number: {of_all}")
+        return np.float32(of_all)
 
     def _values(self, rows: slice, columns: slice) -> np.ndarray:
         """u8[out, in]"""

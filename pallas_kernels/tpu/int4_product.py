@@ -56,6 +56,7 @@ def multiply(
     kernel: jax.Array,  # int4[in, out]
     scale: jax.Array,  # bf16[in / group, out]
     zero: jax.Array | None = None,  # bf16[in / group, out], in units of the scale
+    row_scale: jax.Array | None = None,  # f32[1, out]
     *,
     out_dtype: Any,
     blocks: Blocks | None = None,
@@ -67,6 +68,8 @@ def multiply(
 
     Args:
         zero: the zero of each group; None: there are none.
+        row_scale: a factor of each output. If it is given, the kernel holds codes of e2m1, and is decoded in halves
+            (`model.network.four_bit`).
         blocks: block sizes that replace the chosen ones.
         interpret: runs the kernel on a CPU.
     """
@@ -76,19 +79,21 @@ def multiply(
     dequantized = pltpu.VMEM((num_in, blocks.out), inputs.dtype)
     of_groups = pl.BlockSpec((groups, blocks.out), lambda t, n: (0, n))
     zeros = [] if zero is None else [zero]
+    factors = [] if row_scale is None else [row_scale]
     buffers = [
         *2 * [jax.ShapeDtypeStruct((blocks.rows, num_in), inputs.dtype)],
         jax.ShapeDtypeStruct((num_in, blocks.out), jnp.int8),  # two of int4
         *2 * [jax.ShapeDtypeStruct((blocks.rows, blocks.out), jnp.float32)],
     ]
     return pl.pallas_call(
-        functools.partial(_kernel, group=num_in // groups),
+        functools.partial(_kernel, group=num_in // groups, is_float=row_scale is not None),
         # A block of inputs stays for all blocks of outputs: what is read again for other rows is the int4 kernel.
         grid=(pl.cdiv(rows, blocks.rows), pl.cdiv(num_out, blocks.out)),
         in_specs=[
             pl.BlockSpec((blocks.rows, num_in), lambda t, n: (t, 0)),
             pl.BlockSpec((num_in, blocks.out), lambda t, n: (0, n)),
             *(1 + len(zeros)) * [of_groups],
+            *len(factors) * [pl.BlockSpec((1, blocks.out), lambda t, n: (0, n))],
         ],
         out_specs=pl.BlockSpec((blocks.rows, blocks.out), lambda t, n: (t, n)),
         out_shape=jax.ShapeDtypeStruct((rows, num_out), out_dtype),
@@ -98,19 +103,22 @@ def multiply(
         ),
         interpret=interpret,
         name="int4_product",
-    )(inputs, kernel, scale, *zeros)
+    )(inputs, kernel, scale, *zeros, *factors)
 
 
-def _kernel(inputs: Any, kernel: Any, scale: Any, *rest: Any, group: int) -> None:
-    """References to blocks: [rows, in], int4[in, out], [groups, out] once or twice, [rows, out] and [in, out]. Straight
-    code: the compiler dequantises the last weights while the first are multiplied."""
+def _kernel(inputs: Any, kernel: Any, scale: Any, *rest: Any, group: int, is_float: bool) -> None:
+    """References to blocks: [rows, in], int4[in, out], [groups, out] once or twice, [1, out] of e2m1, [rows, out] and
+    [in, out]. Straight code: the compiler dequantises the last weights while the first are multiplied."""
     *zero, out, dequantized = rest
+    factor = zero.pop() if is_float else None
     for g in range(dequantized.shape[0] // group):
         within = slice(g * group, (g + 1) * group)
         weights = kernel[within].astype(dequantized.dtype)
+        if is_float:  # the slope is 1 up to 4, 2 up to 6, and then 4
+            weights = 4 * weights - jnp.clip(weights, -4, 4) - 2 * jnp.clip(weights, -6, 6)
         for z in zero:
             weights = weights - z[g : g + 1].astype(dequantized.dtype)
         dequantized[within] = weights * scale[g : g + 1].astype(dequantized.dtype)
     precision = lax.Precision.HIGHEST if dequantized.dtype == jnp.float32 else None
     product = jnp.dot(inputs[...], dequantized[...], precision=precision, preferred_element_type=jnp.float32)
-    out[...] = product.astype(out.dtype)
+    out[...] = (product if factor is None else product * factor[...]).astype(out.dtype)
