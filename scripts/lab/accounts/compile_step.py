@@ -87,7 +87,7 @@ def main() -> None:
     )
     parser.add_argument("--preset", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="compile this many only")
-    parser.add_argument("--quantization", help="of the weights: int8, fp8, int4, int4-g64, int4-g128-zeros")
+    parser.add_argument("--quantization", help="of the weights: int8, fp8, int4, int4-g128-zeros, int4-g16-nvfp4")
     parser.add_argument("--rounded-rows", type=int, help="products of so many rows or more round their inputs")
     parser.add_argument("--rounded-head", action="store_true", help="and so does the head")
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="of the pages (auto: bfloat16)")

@@ -34,6 +34,7 @@ class Product:
     num_out: int = 14336
     group: int = 128
     has_zeros: bool = False
+    is_float: bool = False  # NVFP4
 
     @property
     def blocks(self) -> Blocks:
@@ -47,6 +48,7 @@ PRODUCTS = (
     *(Product(rows=rows, has_zeros=True) for rows in (16, 512)),
     *(Product(rows=16, group=group, has_zeros=has_zeros) for group in (32, 64) for has_zeros in (False, True)),
     *(Product(rows=rows, num_in=14336, num_out=4096) for rows in (16, 512)),
+    *(Product(rows=rows, group=16, is_float=is_float) for rows in (16, 512) for is_float in (False, True)),
 )
 
 
@@ -56,9 +58,11 @@ def compile_product(product: Product, target: TpuTarget, folder: Path) -> dict[s
     scales_and_zeros = (1 + product.has_zeros) * [(of_groups, jnp.bfloat16)]
 
     def multiply(*operands: jax.Array) -> jax.Array:
-        return int4_product.multiply(*operands, out_dtype=jnp.bfloat16)
+        names = ("inputs", "kernel", "scale", "row_scale" if product.is_float else "zero")
+        return int4_product.multiply(**dict(zip(names, operands, strict=False)), out_dtype=jnp.bfloat16)
 
     operands = [((product.rows, product.num_in), jnp.bfloat16), (shape, jnp.int4), *scales_and_zeros]
+    operands += [((1, product.num_out), jnp.float32)] if product.is_float else []
     compiled = target.compile_kernel(multiply, operands)
     (dump,) = bundle_dumps(folder, "int4_product")
     (vmem,) = (vmem for name, vmem in read_vmem(folder).items() if "int4_product" in name)
