@@ -184,6 +184,12 @@ def test_a_cpu_keeps_the_numbers_of_four_bits_as_they_are_stored():
     small = {name: dataclasses.replace(awq[name], group=16) for name in ("four_bit", "exact_form")}
     assert choose(None, **awq | small)[0] is INT8  # there is no product in C
     assert choose(None, GPUS["h100"].reads, {}, **awq | small)[0] == small["four_bit"]
+    floats = FourBit(group=16, numbers=ScaleFormat.NVFP4)
+    nvfp4 = {"packing": "ModelOpt NVFP4", "activations": Activations.EXACT} | dict.fromkeys(small, floats)
+    for chip in (*GPUS.values(), TPUS["v6e"]):
+        assert choose(None, chip.reads, chip.rounded_rows, **nvfp4)[:3] == (floats, None, None)
+        assert choose("int4", chip.reads, chip.rounded_rows, **nvfp4)[:3] == (floats, None, None)
+    assert choose(None, **nvfp4)[0] is choose(None, TPUS["v5e"].reads, {}, **nvfp4)[0] is INT8
 
 
 def test_inputs_are_rounded_as_the_checkpoint_says_or_where_the_chip_gains():

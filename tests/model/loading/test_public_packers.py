@@ -16,8 +16,8 @@ from model.families import LLAMA
 from model.loading.remote_tensors import RemoteTensors
 from model.loading.stored_weights import find_weights
 from model.network.eight_bit import quantize
-from model.quantization.forms import EightBit, FourBit
-from tests.model import checkpoints
+from model.quantization.forms import EightBit, FourBit, ScaleFormat
+from tests.model import checkpoints, nvfp4
 from tests.model.dequantized import dequantize, dequantize_groups
 from tests.model.goldens import make as make_goldens
 from tests.model.loaded import assert_equal, load
@@ -91,7 +91,11 @@ def test_modelopts_nvfp4_is_read_with_its_own_config_alone(tmp_path):
     found = load(tmp_path, None)["layers.0.mlp.down.kernel"]
     np.testing.assert_allclose(found, weights, rtol=2.0**-22)
     stored = find_weights(tmp_path, LlamaConfig.from_file(tmp_path))
-    assert (stored.packing, stored.quantization, stored.four_bit) == ("ModelOpt NVFP4", EightBit.INT8, None)
+    form = FourBit(group=16, numbers=ScaleFormat.NVFP4)
+    assert (stored.packing, stored.quantization, stored.four_bit) == ("ModelOpt NVFP4", EightBit.INT8, form)
+    kept = load(tmp_path, form)
+    parts = [kept[f"layers.0.mlp.down.{part}"] for part in ("kernel", "scale", "row_scale")]
+    np.testing.assert_allclose(nvfp4.dequantized(*parts), weights, rtol=2.0**-22)
     checkpoints.write_tensors(tmp_path, tensors | {key: np.full((), np.nan, np.float32) for key in inverse})
     with pytest.raises(ValueError, match=r"weight_scale_2 must be a positive number: nan"):
         load(tmp_path, None)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from model.compiling.compiler_options import compiler_options
 from model.network.linear import Linear
 from model.network.packed import pack_for_tpu
-from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
+from model.quantization.forms import EightBit, FourBit, Rounding, ScaleFormat, WeightForm
 from pallas_kernels.chips import GpuChip, TpuChip
 from scripts.lab.accounts.targets import target_named
 
@@ -33,6 +33,8 @@ def forms(chip: TpuChip | GpuChip) -> list[tuple[WeightForm | None, Rounding | N
     weights: list[WeightForm] = [form for form in EightBit if form in chip.reads]
     if "int4" in chip.reads:
         weights += [FourBit(group=128), FourBit(group=32, has_zeros=True)]
+    if "nvfp4" in chip.reads:
+        weights.append(FourBit(group=16, numbers=ScaleFormat.NVFP4))
     return [(None, None), *((form, None) for form in weights), *((EightBit(f), Rounding()) for f in chip.rounded_rows)]
 
 

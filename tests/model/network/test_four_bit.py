@@ -59,7 +59,9 @@ def test_a_group_of_zeros_stays_zero_and_one_that_is_not_finite_shows():
 
 
 def test_forms_have_one_name_each():
-    exact = [FourBit(group=64, numbers=numbers) for numbers in ScaleFormat if numbers is not ScaleFormat.Q4_K]
+    others = {ScaleFormat.Q4_K, ScaleFormat.NVFP4}
+    exact = [FourBit(group=64, numbers=numbers) for numbers in ScaleFormat if numbers not in others]
+    exact += [FourBit(group=16, numbers=ScaleFormat.NVFP4)]
     zeros, k = FourBit(group=128, has_zeros=True), FourBit(group=16, numbers=ScaleFormat.Q4_K)
     others = (("layers.0.mlp.down", EightBit.INT8), ("layers.1.attention.qkv", zeros), ("layers.1.mlp.down", zeros))
     for form in (*EightBit, FourBit(group=64), zeros, *exact, k, MixedForms(most=k, others=others)):

@@ -37,11 +37,13 @@ def test_no_wide_copy_is_written(target):
             assert result["temp_bytes"] <= wide["temp_bytes"] + extra + (1 << 20), result
             assert extra < 2 * SHAPE[0] * SHAPE[1]
             # Of 16 bits a weight, 8 or 12 are saved, less the scales and zeros.
-            bits = {"int4-g128": 12 - 16 / 128, "int4-g32-zeros": 12 - 32 / 32}.get(result["form"], 8 - 64 / SHAPE[1])
+            four_bits = {"int4-g128": 12 - 16 / 128, "int4-g32-zeros": 11, "int4-g16-nvfp4": 11 - 32 / SHAPE[1]}
+            bits = four_bits.get(result["form"], 8 - 64 / SHAPE[1])
             assert wide["argument_bytes"] - result["argument_bytes"] >= SHAPE[0] * SHAPE[1] * bits / 8, result
 
 
-@pytest.mark.parametrize(("target", "form"), [("a100", "int8"), ("h200", "int8"), ("h200", "fp8"), ("h200", "int4")])
+@pytest.mark.parametrize(("target", "form"), [("a100", "int8"), ("h200", "int8"), ("h200", "fp8"), ("h200", "int4"),
+                                              ("h200", "int4-g16-nvfp4")])  # fmt: skip
 def test_a_whole_decode_step_is_the_one_of_bfloat16(target, form):
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip("jax_cuda13_plugin is not installed: scripts/test --all installs it")

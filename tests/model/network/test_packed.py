@@ -14,7 +14,7 @@ from model.loading.weights import random_weights
 from model.network.linear import Linear
 from model.network.packed import pack_for_cpu, pack_for_tpu
 from model.network.sharding import abstract_model, make_mesh
-from model.quantization.forms import EightBit, FourBit, Rounding
+from model.quantization.forms import EightBit, FourBit, Rounding, ScaleFormat
 from pallas_kernels.cpu import library
 from scripts.lab.accounts.dequantized_copies import quantized_kernels
 from tests.c_compiler import NATIVE, compiler
@@ -101,20 +101,23 @@ def test_what_has_no_packed_form_stays(native):
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
-@pytest.mark.parametrize("has_zeros", [False, True])
-def test_a_tpus_form_of_4_bits_gives_the_same_logits(has_zeros, num_shards):
+@pytest.mark.parametrize(
+    ("form", "has_zeros"),
+    [(FourBit(group=32), False), (FourBit(group=32), True), (FourBit(group=16, numbers=ScaleFormat.NVFP4), False)],
+)
+def test_a_tpus_form_of_4_bits_gives_the_same_logits(form, has_zeros, num_shards):
     """Outputs are split over the chips in one half of a layer's products, inputs in the other."""
     config = replace(TINY, hidden_size=64, intermediate_size=128, vocab_size=320)
     mesh = make_mesh(2) if num_shards > 1 else None
-    options = {"dtype": jnp.float32, "quantization": FourBit(group=32), "mesh": mesh}
+    options = {"dtype": jnp.float32, "quantization": form, "mesh": mesh}
     model = random_weights(config, **options)
     if has_zeros:
         add_zeros(model)
     expected = logits(model)
     packed = pack_for_tpu(model, mesh, interpret=True)
     kernel, scale = packed.layers[0].mlp.down.kernel, packed.layers[0].mlp.down.scale
-    assert (kernel.shape, kernel.dtype, scale.shape) == ((128, 64), jnp.int4, (4, 64))
-    assert packed.head.method.form is EightBit.INT8
+    assert (kernel.shape, kernel.dtype, scale.shape) == ((128, 64), jnp.int4, (128 // form.group, 64))
+    assert packed.head.method.form is (None if form.is_float else EightBit.INT8)
     np.testing.assert_allclose(logits(packed), expected, atol=1e-5 * np.abs(expected).max())
     if not has_zeros:
         planned = pack_for_tpu(abstract_model(config, **options), mesh, interpret=True)
@@ -122,7 +125,7 @@ def test_a_tpus_form_of_4_bits_gives_the_same_logits(has_zeros, num_shards):
         plans, values = (jax.tree.leaves(nnx.state(model)) for model in (planned, packed))
         assert all(like.sharding.is_equivalent_to(x.sharding, x.ndim) for like, x in zip(plans, values, strict=True))
         assert repr(nnx.split(planned)[0]) == repr(nnx.split(packed)[0])
-    of_chip = (4 // num_shards, 32, 64)  # of `down`, with its groups apart
+    of_chip = (128 // form.group // num_shards, form.group, 64)  # of `down`, with its groups apart
     assert tuple(sorted(of_chip)) in quantized_kernels(packed, "tpu", mesh)
     assert pack_for_tpu(packed, mesh) is packed and packed.layers[0].mlp.down.method.interpret
 

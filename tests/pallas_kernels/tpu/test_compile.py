@@ -73,10 +73,14 @@ def test_products_with_4_bit_weights_take_as_long_as_their_weights_are_read(tmp_
     """On a v6e up to 64 rows, and little longer than the matrix units with 512: why it reads int4 in `chips`."""
     flags = dump_flags(str(tmp_path))
     results = compile_in_a_process_of_its_own(PRODUCTS, "v6e:1x1", str(tmp_path), flags=flags)
-    assert len(results) == 13
+    assert len(results) == 17
     for result in results:
         assert result["temp_bytes"] == 0, result
         assert result["vmem_used"] <= result["vmem_capacity"] // 2, result
+        if result["is_float"]:  # NVFP4 is there for the memory it saves: its numbers take time to decode
+            most = 1.35 * result["int8_memory_cycles"] if result["rows"] <= 64 else 1.2 * result["matrix_cycles"]
+            assert result["bundles"] <= most, result
+            continue
         if result["rows"] <= 64 and result["group"] == 128:
             assert result["bundles"] <= 1.15 * result["memory_cycles"], result
         if result["rows"] <= 64:
