@@ -33,6 +33,7 @@ FORMS = {
     "int8": {"dtype": "bfloat16", "quantization": EightBit.INT8},
     "fp8": {"dtype": "float32", "quantization": EightBit.FP8},
     "int4": {"dtype": "float32", "quantization": FourBit(group=16)},
+    "nvfp4": {"dtype": "bfloat16", "quantization": FourBit(group=16, numbers=ScaleFormat.NVFP4)},
     "mixed": {
         "dtype": "float32",
         "quantization": MixedForms(

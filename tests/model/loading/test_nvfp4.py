@@ -162,9 +162,10 @@ def test_projections_that_are_left_out_stay_as_they_are(tmp_path):
     np.testing.assert_array_equal(weights_of(found, "layers.1.attention.qkv.k_proj"), keys)
 
 
-def test_a_conversion_holds_the_same_bits(tmp_path, capsys):
+@pytest.mark.parametrize("variant", ["gqa2", "tied"])
+def test_a_conversion_holds_the_same_bits(tmp_path, capsys, variant):
     folder, out = tmp_path / "packed", tmp_path / "out"
-    nvfp4.write(folder, source(tmp_path / "source"), NAMES[0])
+    nvfp4.write(folder, source(tmp_path / "source", variant), NAMES[0])
     convert(resolve(str(folder)), folder, out, dtype="float32", quantization="int4")
     said = "projections are NVFP4, groups of 16, and the head is the type of the computation, kept from ModelOpt NVFP4"
     assert said in capsys.readouterr().out
@@ -182,6 +183,8 @@ def test_the_memory_plan_counts_five_bits_a_weight():
     weights = (8192 + 2 * 1024) * 8192 + 8192 * 8192 + 3 * 28672 * 8192
     layers = config.num_layers * (weights * 5 // 8 + 4 * rows + 2 * 2 * 8192)
     assert weights_bytes(model) == layers + 2 * 2 * 128256 * 8192 + 2 * 8192
+    tied = abstract_model(preset("llama-3.2-1b"), dtype=jnp.bfloat16, quantization=NVFP4)
+    assert tied.head is None  # it is the embedding, as without quantisation
 
 
 def test_nvfp4_has_one_group_size_and_no_zeros():
