@@ -105,7 +105,6 @@ def memory_needs(
         pages_per_seq=-(-limits.max_model_len // page_size),
         num_shards=attention.num_shards,
     )
-    tokens, rows = limits.max_num_batched_tokens, max(limits.max_num_seqs, limits.max_drawn)
     return MemoryNeeds(
         weights=sum(weights_bytes(network) for network, _ in networks),
         state=state
@@ -113,7 +112,14 @@ def memory_needs(
         + max(0, limits.max_models - 1) * weights_bytes(model)
         + copy_bytes(page, limits),
         temporaries=max(
-            step_temporaries(network.config, own, num_tokens=tokens, num_rows=rows) for network, own in networks
+            temporaries_bound(
+                network.config,
+                num_tokens=limits.max_num_batched_tokens,
+                num_rows=max(limits.max_num_seqs, limits.max_drawn),
+                itemsize=jnp.dtype(own.spec.dtype).itemsize,
+                num_shards=own.num_shards,
+            )
+            for network, own in networks
         ),
         page=page,
     )
@@ -151,14 +157,6 @@ def state_bytes(config: LlamaConfig, *, num_slots: int, pages_per_seq: int, num_
     share of the histories."""
     row = SlotLayout.width(pages_per_seq) + num_mask_words(config.vocab_size) + config.vocab_size // num_shards
     return 4 * num_slots * row
-
-
-def step_temporaries(config: LlamaConfig, attention: PagedAttention, *, num_tokens: int, num_rows: int) -> int:
-    """The `temporaries_bound` of a step with this attention."""
-    itemsize = jnp.dtype(attention.spec.dtype).itemsize
-    return temporaries_bound(
-        config, num_tokens=num_tokens, num_rows=num_rows, itemsize=itemsize, num_shards=attention.num_shards
-    )
 
 
 def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, itemsize: int, num_shards: int) -> int:

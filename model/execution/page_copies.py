@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -203,15 +204,9 @@ def _with_pages(state: DeviceState, kv_axis: int) -> list[tuple[list[jax.Array],
 
 def _replaced(state: DeviceState, arrays: Iterable[list[jax.Array]]) -> DeviceState:
     """The state with these arrays in place of those of `_with_pages`, in the same order."""
-    coming = iter(arrays)
-    state = replace(state, kv=next(coming))
-    if state.text is not None:
-        state = replace(state, text=next(coming)[0])
-    if (draft := state.draft) is not None:
-        draft = replace(draft, kv=next(coming), filled=next(coming)[0])
-        if draft.features is not None:
-            draft = replace(draft, features=next(coming)[0])
-    return replace(state, draft=draft)
+    structure = jax.tree.structure((state.kv, state.text, state.draft))
+    kv, text, draft = jax.tree.unflatten(structure, chain.from_iterable(arrays))
+    return replace(state, kv=kv, text=text, draft=draft)
 
 
 def _described(state: DeviceState, size: int, kv_axis: int) -> list[Any]:

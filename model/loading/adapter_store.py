@@ -9,6 +9,7 @@ from threading import Lock
 from model.config import LlamaConfig
 from model.inputs.paths import Place
 from model.loading.adapter import read_adapter
+from model.loading.source import adapter_place
 from model.network.lora import LoraWeights
 
 
@@ -30,12 +31,13 @@ class AdapterStore:
         self._places: dict[int, list[Place]] = {}  # all that the weights were loaded from, the last one first
         self._kept: OrderedDict[int, LoraWeights] = OrderedDict()  # the most recently used last
 
-    def load(self, place: Place) -> int:
-        """Reads the adapter of a folder or a GGUF file. Equal weights have one identity.
+    def load(self, path: str | Place) -> int:
+        """Reads the adapter of a folder, a GGUF file or a hub name. Equal weights have one identity.
 
         Raises:
-            ValueError, OSError: as `read_adapter`.
+            ValueError, OSError: as `adapter_place` and `read_adapter`.
         """
+        place = adapter_place(path)
         found = self._read(place)
         with self._lock:
             others = [other for other in self._places.get(found.identity, ()) if other != place]

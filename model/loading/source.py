@@ -195,7 +195,7 @@ class NoAdapterError(ValueError):
     """There is no LoRA adapter of this name."""
 
 
-def adapter_place(name: str) -> Place:
+def adapter_place(name: str | Place) -> Place:
     """Where the LoRA adapter of this name is; one on the hub is downloaded first, without the other files next to it.
 
     Args:
@@ -205,7 +205,7 @@ def adapter_place(name: str) -> Place:
         NoAdapterError: there is none.
         ValueError: the hub or the bucket cannot be reached.
     """
-    where = place(name, "adapter")
+    where, name = place(name, "adapter"), str(name)
     if where.is_dir() or (is_gguf(where) and where.exists()):
         return where
     if is_gguf(where) or is_url(name) or not _HUB_NAME.fullmatch(name):

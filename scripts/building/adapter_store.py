@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from batcher.engines import AnyEngine
+from model.inputs.paths import Place
 from model.inputs.words import one_line
+from model.loading.adapter_store import AdapterStore as HostStore
+from model.loading.source import NoAdapterError
 from scripts.flags.lora import FLAG, MODELS
 from scripts.flags.settings import EngineSettings
 from server.engine.adapters import AdapterError, Adapters, AdapterStore, ModelStore
 from server.engine.kv_events import KvEventPublisher
 from server.engine.wire import LoadAdapter, LoadModel
 
-if TYPE_CHECKING:
-    from model.config import LlamaConfig
 
+class RunnersStore(HostStore):
+    """The `server.engine.adapters.AdapterStore` of this host."""
 
-class RunnersStore:
-    """The `server.engine.adapters.AdapterStore` of this host, over a runner."""
-
-    def __init__(self, settings: EngineSettings, config: LlamaConfig) -> None:
-        from model.loading.adapter_store import AdapterStore
-
-        max_cpu = settings.max_cpu_loras or 2 * settings.max_loras
-        self._store = AdapterStore(config, max_rank=settings.max_lora_rank, max_cpu=max_cpu)
-        self.weights = self._store.weights
-        self.forget = self._store.forget
-
-    def load(self, path: str) -> int:
-        """Loads the weights of a path or a hub name. Returns their identity.
-
-        Raises ValueError or OSError if they cannot be used.
-        """
-        from model.loading.source import NoAdapterError, adapter_place
-
+    def load(self, path: str | Place) -> int:
         try:
-            return self._store.load(adapter_place(path))
+            return super().load(path)
         except NoAdapterError as error:
             raise AdapterError(f"lora_path: {error}", 404) from error
 

@@ -54,8 +54,7 @@ class Built:
     digests: Digests | None  # of the weights, for the files of pages; None: there are no files
 
     def runner_weights(self) -> RunnerWeights:
-        plan = self.plan
-        return RunnerWeights(self.loader, plan.settings, plan.weights, plan.device.platform, plan.tokenizer)
+        return RunnerWeights(self.loader)
 
     def engine(
         self,
@@ -189,7 +188,10 @@ def build_runner(
         started = {"num_hosts": num_hosts, "join": join, "folders": folders}
         plan = plan_engines(settings, report, tokenizer, backends, **started)[0]
     digests = start_digests(settings, plan.weights, plan.draft)
-    store = RunnersStore(settings, plan.weights.config) if settings.enable_lora else None
+    store = None
+    if settings.enable_lora:
+        most = settings.max_cpu_loras or 2 * settings.max_loras
+        store = RunnersStore(plan.weights.config, max_rank=settings.max_lora_rank, max_cpu=most)
     models = RunnersModels(plan) if settings.has_models else None
     make = partial(_make_runner, plan, store, models, report, others, only_programs=only_programs)
     runner, chosen = _choose_runner(plan, make, report, others, compiles=compile_meanwhile, is_here=not only_programs)

@@ -13,12 +13,9 @@ from model.inputs.paths import is_url, place
 from model.inputs.words import one_line
 from scripts.building.load import Loaded, Loader
 from scripts.building.weights import ChosenWeights, check_alike, choose_weights
-from scripts.flags.settings import EngineSettings
 from server.engine.wire import KV_CACHE, PARTS, WEIGHTS, ChangeWeights, InSharedMemory, WeightsChange
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from model.config import LlamaConfig
     from model.execution.host_copy import HostCopy
     from model.execution.runner import ModelRunner
@@ -108,30 +105,18 @@ class RunnerWeights:
     """The `server.engine.weight_changes.Weights` of a runner, on the chips of this host.
 
     Args:
-        loader: loads weights into the runner.
-        weights: the weights of the start.
-        tokenizer: the server's, which a reload does not change; None: the model's own.
+        loader: loads weights into the runner. Its plan has the weights of the start, and the server's tokenizer, which
+            a reload does not change.
     """
 
-    def __init__(
-        self,
-        loader: Loader,
-        settings: EngineSettings,
-        weights: ChosenWeights,
-        platform: str,
-        tokenizer: Path | None = None,
-    ) -> None:
-        self._runner = loader.runner
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self._settings = settings
-        self._weights = weights
-        self._platform = platform
-        self._tokenizer = tokenizer
+        self._plan = loader.plan
         self._sleep = RunnerSleep(loader.runner)
         self._arrays: dict[str, Any] = {}  # of an update, by Hugging Face's names
         # of the change that was checked last
         self._command = ChangeWeights(WeightsChange.WAKE_UP)
-        self._found = weights  # the weights of a reload
+        self._found = self._plan.weights  # the weights of a reload
         self._given: GivenWeights | None = None  # the weights of an update
         self._before = self.missing
         # of a change that is prepared
@@ -140,7 +125,7 @@ class RunnerWeights:
 
     @property
     def config(self) -> LlamaConfig:
-        return self._weights.config
+        return self._plan.weights.config
 
     @property
     def missing(self) -> Set[str]:
@@ -232,7 +217,7 @@ class RunnerWeights:
             raise ValueError("nothing has been received")
         from model.loading.given_tensors import GivenWeights
 
-        given = GivenWeights(self._arrays, self._weights.config, donate=True)
+        given = GivenWeights(self._arrays, self.config, donate=True)
         self._loader.check(given)
         return given
 
@@ -250,14 +235,14 @@ class RunnerWeights:
 
     def _find(self, model: str | None) -> ChosenWeights:
         """The weights in a folder or file. Raises ValueError if the engine was not made for them."""
-        settings = self._settings
+        settings, own = self._plan.settings, self._plan.weights
         if model is not None:
             settings = dataclasses.replace(settings, model=model)
             if not place(model, "model").exists():
                 where = "in the bucket" if is_url(model) else "on this machine"
                 raise ValueError(f"model {model!r}: there is no such folder or file {where}")
-        weights = choose_weights(settings, self._platform, self._tokenizer)
-        check_alike(weights, self._weights, settings.model)
-        if {token.id for token in weights.end_tokens} != {token.id for token in self._weights.end_tokens}:
+        weights = choose_weights(settings, self._plan.device.platform, self._plan.tokenizer)
+        check_alike(weights, own, settings.model)
+        if {token.id for token in weights.end_tokens} != {token.id for token in own.end_tokens}:
             raise ValueError(f"model {settings.model!r}: it ends its answers with other tokens")
         return weights

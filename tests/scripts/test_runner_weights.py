@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,8 +34,10 @@ def waking(*parts: str) -> ChangeWeights:
 class OtherModel:
     """`scripts.building.load.Loader`, of a model of other values. It fails at `fault`."""
 
-    def __init__(self, runner: ModelRunner, fault: str | None = None) -> None:
+    def __init__(self, runner: ModelRunner, fault: str | None, settings: EngineSettings) -> None:
         self.runner = runner
+        weights, device = choose_weights(settings, "cpu"), SimpleNamespace(platform="cpu")
+        self.plan = SimpleNamespace(settings=settings, weights=weights, device=device, tokenizer=None)
         self.is_deleted = False
         self._fault = fault
 
@@ -62,11 +65,11 @@ class OtherModel:
 class Changed:
     """The weights of a runner, and what they were at first."""
 
-    def __init__(self, fault: str | None = None) -> None:
+    def __init__(self, fault: str | None = None, **settings: object) -> None:
         self.runner = ModelRunner(tiny_model(), paged_attention(), LIMITS)
         self.first, self.state = self.values(), self.runner.state
-        self.loader, settings = OtherModel(self.runner, fault), EngineSettings(device="cpu")
-        self.weights = RunnerWeights(self.loader, settings, choose_weights(settings, "cpu"), "cpu")
+        self.loader = OtherModel(self.runner, fault, EngineSettings(device="cpu", **settings))
+        self.weights = RunnerWeights(self.loader)
 
     def change(self, command: ChangeWeights) -> None:
         self.weights.check(command)

@@ -200,7 +200,7 @@ class RefusedUpdates:
     """Updates of a served model, whose arrays come in shared memory."""
 
     def __init__(self, of: Built) -> None:
-        weights = RunnerWeights(of.loader, EngineSettings(device="cpu"), of.plan.weights, "cpu")
+        weights = RunnerWeights(of.loader)
         self._told: queue.Queue[Reply] = queue.Queue()
         self._changes = WeightChanges(SimpleNamespace(), weights)
         self._changes.listen(self._told.put)
@@ -269,8 +269,7 @@ def test_nothing_stays_of_a_refused_reload(tmp_path, monkeypatch):
     """The new weights are complete when it is seen that their file has changed meanwhile."""
     old, new = write_both(tmp_path, "gqa2")
     of = built(old)
-    settings = EngineSettings(model=str(old), device="cpu", **LIMITS)
-    weights = RunnerWeights(of.loader, settings, of.plan.weights, "cpu")
+    weights = RunnerWeights(of.loader)
     check_unchanged, held = TensorFiles.check_unchanged, []
 
     def changed(files: TensorFiles) -> None:
