@@ -17,7 +17,7 @@ the requests of one priority:
 Each exchange makes the numbers of rows more equal (the sum of their squares falls), so exchanges come to an end. A
 client and a group never lose their only row to an exchange, and groups without a row are ordered by arrival, so no
 request waits forever. If there is only one client, and each group has one request, the order is that of arrival. With
-latency targets, the latest start that keeps the target takes the place of the arrival (`targets.py`).
+latency targets, the deadline of the first token takes the place of the arrival (`targets.py`).
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class RequestState:
     mask: np.ndarray | None = None  # the mask of its next token; None after that token's dispatch
     is_slow_to_mask: bool = True  # its first mask includes compilation, which is slow
     arrival: int = -1  # rank, set when it joins the scheduler's queue; kept at preemption
-    order: tuple[float, int] = (0.0, -1)  # in the queue, of one group: the latest start of its prompt, then its arrival
+    order: tuple[float, int] = (0.0, -1)  # in the queue, of a group: the deadline of its first token, its arrival
     targets: Targets | None = None  # set when it joins the queue
     is_last: bool = False  # it goes after all others of its priority: it is `flex`, or late
     num_late_gaps: int = 0  # gaps longer than its target, of a request in a slot: see `SlotColumns.num_late`

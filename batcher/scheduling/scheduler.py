@@ -55,7 +55,7 @@ from batcher.scheduling.request_queues import RequestQueues
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.speculation import Drafts
 from batcher.scheduling.step_plan import Chunk, StepPlan
-from batcher.scheduling.targets import LAST_FIRST, Begun, StepPolicy, begun_of, turn_of
+from batcher.scheduling.targets import LAST_FIRST, USUAL_TTFT_S, Begun, StepPolicy, begun_of, turn_of
 from batcher.step import Bucket, Capacity, Variant
 
 # The most waiting requests that one step tries to admit in vain. It bounds the work for a long queue. Requests that
@@ -123,7 +123,7 @@ class Scheduler(RequestQueues):
             percentile = (config.targets or Targets()).percentile
             self.policy = StepPolicy(config.step_estimate, self.ladder, percentile)
         ttft_s = sequence.ttft_s
-        sequence.order = (self.policy.start_by(sequence.arrived_s, ttft_s, sequence.num_prompt), sequence.arrival)
+        sequence.order = (sequence.arrived_s + (USUAL_TTFT_S if ttft_s is None else ttft_s), sequence.arrival)
         if not config.refuses_late or ttft_s is None:
             return
         if (wait_s := self.policy.wait_s(sequence, self.waiting)) > ttft_s:

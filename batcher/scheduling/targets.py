@@ -12,9 +12,9 @@ A request may have a target for the time to its first token (TTFT) and one for e
    their pages longer: the pages in use grow in proportion to the mean time of a step. Where decodes have a target, a
    program may run if the pages in use would not exceed `_PAGES_HELD` of all pages with all steps as long as it.
    Programs that take hardly longer than the smallest one with a prompt may always run.
-2. Within one priority, requests that can still keep their TTFT go first, in the order of the latest time at which their
-   prompts must start. `fair_queue.py` still shares rows among clients. A request without a TTFT target takes its place
-   as if it had one of `_USUAL_TTFT_S`, and is never late.
+2. Within one priority, requests that can still keep their TTFT go first, in the order of the latest time of their first
+   tokens. `fair_queue.py` still shares rows among clients. A request without a TTFT target takes its place as if it had
+   one of `USUAL_TTFT_S`, and is never late.
 3. A request that cannot keep its TTFT any more is late. Late and `flex` requests go after all others of their priority,
    limit no step, and give their rows to others while they hold more than an eighth of all rows. In every
    `LAST_FIRST`-th step they go first, with their rows and their chunks, so the others cannot starve them.
@@ -41,11 +41,11 @@ from batcher.scheduling.request_state import RequestState
 from batcher.scheduling.step_plan import StepPlan
 from batcher.step_times import StepEstimate
 
-type Turn = tuple[int, tuple[float, int]]  # level, and the latest start with the arrival: lower ones go first
+type Turn = tuple[int, tuple[float, int]]  # level, and the deadline with the arrival: lower ones go first
 type Begun = tuple[Turn, int]  # a prompt's turn, and its tokens that are still to be computed
 
 LAST_FIRST = 8  # steps
-_USUAL_TTFT_S = 2.0
+USUAL_TTFT_S = 2.0
 _SCALE = 64.0  # the estimate of all steps may be wrong by this factor, either way
 _SHAPE_SCALE = 4.0  # and that of one shape, besides: if a table is wrong by two either way, its usual error may be two
 _FIRST_MARGIN, _MOST_MARGIN = 1.1, 1.5  # before errors are known; a step that takes longer is an accident
@@ -265,14 +265,6 @@ class StepPolicy:
         return expected_s * (1.0 if is_urgent else self.predictor.margin) <= strictest_s
 
     # --- the queue ---
-
-    def start_by(self, arrived_s: float, ttft_s: float | None, num_prompt: int) -> float:
-        """The latest time at which a prompt must start, to order it among others. Its own time counts beyond one step:
-        among prompts of a step the shorter ones do not wait for the longer ones that came after them."""
-        steps = max(0.0, num_prompt / self._token_budget - 1)
-        tokens = next(iter(self._mixed))
-        alone_s = steps * self.predictor.seconds(tokens, self._mixed[tokens][0], 0, 0)
-        return arrived_s + (_USUAL_TTFT_S if ttft_s is None else ttft_s - alone_s)
 
     def slack_s(self, seq: RequestState, num_left: int, begun: Iterable[Begun], now: float) -> float:
         """The time between a request's first token and its target, if its prompt starts in the step that is planned

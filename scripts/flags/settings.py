@@ -108,7 +108,7 @@ class EngineSettings:
         "as this leaves time for", metavar="MS", above=0, most=MOST_TARGET_MS,
     )  # fmt: skip
     target_ttft: float | None = _of_batching(
-        None, "Milliseconds to the first token. The prompt that must start first goes first", metavar="MS", above=0,
+        None, "Milliseconds to the first token. The prompt whose target ends first goes first", metavar="MS", above=0,
         most=MOST_TARGET_MS,
     )  # fmt: skip
     target_percentile: float = _of_batching(
