@@ -87,9 +87,13 @@ def test_random_ragged_batches_equal_dense_attention(kind, rows, seed):
     check(make_case(spec(kind), rows, **shape, num_pages=1 + ROWS * PAGES_PER_SEQ, seed=seed), kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2), (64, 1)])
-@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 16), (48, 80), (256, 128), (64, 256)])
+HEADS, PAGES = [(1, 1), (8, 1), (6, 2), (64, 1)], [(16, 16), (48, 80), (256, 128), (64, 256)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "page_size", "head_dim"),
+    [(kind, HEADS[i - turn], *pages) for turn, kind in enumerate(KINDS) for i, pages in enumerate(PAGES)],
+)
 def test_heads_and_pages(kind, heads, page_size, head_dim):
     rows = [Row(query_len=1, kv_len=1), Row(query_len=1, kv_len=page_size + 1), Row(query_len=21, kv_len=90)]
     changed = spec(kind, num_query_heads=heads[0], num_kv_heads=heads[1], page_size=page_size, head_dim=head_dim)
