@@ -15,7 +15,7 @@ import pytest
 from tests.server.support.adapters import FakeStore, write_adapter
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CALCULATOR, wait_until
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.running import ECHO, RunningServer, running_server, server_of
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: scripts/test --all does it")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -215,13 +215,9 @@ SHOWN_IN_PIECES = """async text => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Its answer is the one of the seed."""
-    replies = tuple(tuple(text.encode()) for text in ("short", MARKDOWN, HOSTILE))
-    config = EchoConfig(reply=tuple(b"an answer"), replies=replies, max_model_len=200_000, tokens_per_step=100)
-    with running_server(tmp_path_factory.mktemp("writer"), ECHO, config) as server:
-        yield server
+# Its answer is the one of the seed.
+REPLIES = tuple(tuple(text.encode()) for text in ("short", MARKDOWN, HOSTILE))
+writer = server_of(EchoConfig(reply=tuple(b"an answer"), replies=REPLIES, max_model_len=200_000, tokens_per_step=100))
 
 
 def test_markdown_is_shown_as_its_reference_renders_it(writer: RunningServer, page: sync_api.Page) -> None:
@@ -556,8 +552,4 @@ def test_a_key_is_asked_for_and_used(keyed_server: RunningServer, browser: sync_
     page.close()
 
 
-@pytest.fixture(scope="module")
-def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    config = EchoConfig(reply=tuple(b"an answer"))
-    with running_server(tmp_path_factory.mktemp("keyed"), ECHO, config, api_keys=("right",)) as server:
-        yield server
+keyed_server = server_of(EchoConfig(reply=tuple(b"an answer")), api_keys=("right",))

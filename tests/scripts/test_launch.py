@@ -390,6 +390,11 @@ def test_adapters_and_models_that_cannot_be_are_refused_at_the_start(flags, word
     assert error.count("\n") == 1
 
 
+def test_page_files_need_pages_in_memory(capsys):
+    assert launch.main(["--kv-offloading-path", "/pages"]) == 2
+    assert "--kv-offloading-path needs --kv-offloading-size" in capsys.readouterr().err
+
+
 def test_revisions_are_those_of_the_hub(monkeypatch, model_folder, capsys):
     asked, started = [], []
 

@@ -11,6 +11,7 @@ import pytest
 
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
+from scripts.building.offloading import make_offloading
 from scripts.building.runner_weights import RunnerSleep, RunnerWeights
 from scripts.building.weights import ChosenWeights, choose_weights
 from scripts.flags.settings import EngineSettings
@@ -120,6 +121,11 @@ def test_weights_that_cannot_be_loaded_to_their_end_leave_the_old_ones(fault):
     assert drive.heard["a"].tokens == drive.expected("a")
     assert changed.are_the_first() and changed.state.slots.is_deleted()
     assert changed.loader.is_deleted == (fault == "place")
+
+
+def test_more_memory_for_pages_than_the_host_has_is_refused():
+    with pytest.raises(ValueError, match=r"^--kv-offloading-size 60000: the host has .* GiB free$"):
+        make_offloading(EngineSettings(kv_offloading_size=60_000), None, None)
 
 
 def test_what_is_prepared_is_undone_or_ended():

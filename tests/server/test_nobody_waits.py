@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
 from tests.server.support.canary import canary
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import wait_until
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.running import ECHO, RunningServer, running_server, server_of
 from tests.server.support.tokenizers import LLAMA3_TEMPLATE, TOOL_TEMPLATE
 
 pytestmark = pytest.mark.slow
@@ -24,22 +23,15 @@ COUNTING_TEMPLATE = LLAMA3_TEMPLATE + (
 )
 
 
-@pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """An echo with a context of 140,000 tokens and a template that can be made to count."""
-    settings = {"template": COUNTING_TEMPLATE, "template_timeout_s": 3.0}
-    config = EchoConfig(max_model_len=140_000)
-    with running_server(tmp_path_factory.mktemp("roomy"), ECHO, config, **settings) as server:
-        yield server
+# An echo with a context of 140,000 tokens and a template that can be made to count.
+roomy = server_of(EchoConfig(max_model_len=140_000), template=COUNTING_TEMPLATE, template_timeout_s=3.0)
 
 
-@pytest.fixture(scope="module")
-def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """An engine that calls a tool with 12,000 numbers, in a few steps."""
-    call = '{"name": "f", "parameters": {"a": [' + "1," * 12_000 + "1]}}"
-    config = EchoConfig(max_model_len=300_000, reply=tuple(call.encode()), tokens_per_step=1000)
-    with running_server(tmp_path_factory.mktemp("tools"), ECHO, config, template=TOOL_TEMPLATE) as server:
-        yield server
+# An engine that calls a tool with 12,000 numbers, in a few steps.
+CALL = '{"name": "f", "parameters": {"a": [' + "1," * 12_000 + "1]}}"
+with_tools = server_of(
+    EchoConfig(max_model_len=300_000, reply=tuple(CALL.encode()), tokens_per_step=1000), template=TOOL_TEMPLATE
+)
 
 
 def post(server: RunningServer, path: str, body: dict, status: int = 200) -> dict:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
 
 import pytest
 
-from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.raw_http import connect, only_answer
 from tests.server.support.real_engine import RealConfig
-from tests.server.support.requests import ADMIN_ROUTES, HELLO, LONG, wait_until
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.requests import ADMIN_ROUTES, HELLO, LONG, SLOW, wait_until
+from tests.server.support.running import RunningServer, running_server, server_of
 from tests.server.support.stub_app import StubClient, call, state_of
 
 ADMIN = {"Authorization": "Bearer boss"}
@@ -20,15 +18,8 @@ KEY = {"Authorization": "Bearer key"}
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory) -> Iterator[RunningServer]:
-    keys = {"api_keys": ("key", "another"), "admin_api_keys": ("boss",), "api_key_all_routes": True}
-    config = EchoConfig(reply=tuple(b"abcdefghij"), step_s=0.02)
-    folder = tmp_path_factory.mktemp("guarded")
-    with running_server(
-        folder, ECHO, config, enable_tokenizer_info_endpoint=True, body_timeout_s=0.3, **keys
-    ) as server:
-        yield server
+KEYS = {"api_keys": ("key", "another"), "admin_api_keys": ("boss",), "api_key_all_routes": True}
+guarded = server_of(SLOW, enable_tokenizer_info_endpoint=True, body_timeout_s=0.3, **KEYS)
 
 
 @pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from server.engine import wire
 from server.settings import Settings
-from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.raw_http import connect, post
-from tests.server.support.requests import CHAT, HELLO, LONG, wait_until
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.requests import CHAT, HELLO, LONG, SLOW, wait_until
+from tests.server.support.running import RunningServer, server_of
 from tests.server.support.sse_events import parse_events
 from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, state_of
 
 HEADER = "X-Request-Timeout"
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory) -> Iterator[RunningServer]:
-    config = EchoConfig(reply=tuple(b"abcdefghij"), step_s=0.02, max_model_len=20000)
-    options = {"api_keys": ("one", "two"), "max_concurrent_per_key": 2}
-    with running_server(tmp_path_factory.mktemp("shared"), ECHO, config, **options) as server:
-        yield server
+shared = server_of(SLOW, api_keys=("one", "two"), max_concurrent_per_key=2)
 
 
 def limited(server: RunningServer, limit: str) -> float:

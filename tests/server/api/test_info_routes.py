@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.server.support.echo_engine import EchoConfig
-from tests.server.support.running import ECHO, RunningServer, running_server, server_of
+from tests.server.support.running import server_of
 from tests.server.support.sse_events import stream_events
 from tests.server.support.tokenizers import BOS, EOT
 
@@ -25,14 +23,7 @@ ROUTES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def keyed(tmp_path_factory) -> Iterator[RunningServer]:
-    folder = tmp_path_factory.mktemp("keyed")
-    options = {"api_keys": ("key-one", "key-twø"), "metrics_prefix": "vllm:"}
-    with running_server(folder, ECHO, EchoConfig(), template=None, **options) as server:
-        yield server
-
-
+keyed = server_of(EchoConfig(), template=None, api_keys=("key-one", "key-twø"), metrics_prefix="vllm:")
 forced = server_of(EchoConfig(), enable_force_include_usage=True)
 
 

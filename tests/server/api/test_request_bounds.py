@@ -19,7 +19,7 @@ GET = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
 MIB = 2**20
 
 
-open_server = server_of(EchoConfig())
+open_server = server_of(EchoConfig(), head_timeout_s=3.0)  # after a refusal the server reads on for so long
 
 
 keyed = server_of(EchoConfig(), api_keys=("sk-1",))

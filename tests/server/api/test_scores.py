@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from batcher.request import Pooling
 from tests.server.support.real_engine import RealConfig
-from tests.server.support.running import RunningServer, running_server
+from tests.server.support.running import RunningServer, server_of
 from tests.server.support.stub_app import StubClient, call, state_of
 
 TARGET = "tests.server.support.real_engine:build"
@@ -17,16 +15,11 @@ TEXTS = ["hello", "hallo", "something else", "hello"]
 PATHS = ["/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/pooling"]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[RunningServer]:
-    config = RealConfig(pooling=Pooling.LAST)
-    with running_server(tmp_path_factory.mktemp("scores"), TARGET, config, max_embedding_inputs=4) as running:
-        yield running
+server = server_of(RealConfig(pooling=Pooling.LAST), target=TARGET, max_embedding_inputs=4)
 
 
 def post(server: RunningServer, path: str, **body):
-    with server.http() as http:
-        return http.post(path, json=body)
+    return server.post(path, body)
 
 
 def vectors(server: RunningServer, texts: list[str]) -> np.ndarray:

@@ -50,13 +50,12 @@ TOOLS = [function(), function("get_time")]
 server = server_of(EchoConfig(reply=(), replies=REPLIES), template=TOOL_TEMPLATE)
 
 
-@pytest.fixture(scope="module")
-def fast_pythonic(tmp_path_factory):
-    """The pythonic format, and all tokens in one step."""
-    config = EchoConfig(reply=tuple(b"Hm. [get_weather(city='a', days=-1), get_time()]"), tokens_per_step=1000)
-    folder = tmp_path_factory.mktemp("pythonic")
-    with running_server(folder, ECHO, config, template=TOOL_TEMPLATE, tool_call_parser="pythonic") as running:
-        yield running
+# The pythonic format, and all tokens in one step.
+fast_pythonic = server_of(
+    EchoConfig(reply=tuple(b"Hm. [get_weather(city='a', days=-1), get_time()]"), tokens_per_step=1000),
+    template=TOOL_TEMPLATE,
+    tool_call_parser="pythonic",
+)
 
 
 HERMES_CALL = '<tool_call>\n{"name": "get_weather", "arguments": ' + ARGUMENTS + "}\n</tool_call>"
@@ -90,13 +89,8 @@ def shown(request, tmp_path_factory):
         yield running, list(scripts.values())
 
 
-@pytest.fixture(scope="module")
-def without_auto(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("without")
-    config = EchoConfig(reply=(), replies=REPLIES)
-    options = {"template": TOOL_TEMPLATE, "enable_auto_tool_choice": False, "tool_call_parser": "pythonic"}
-    with running_server(folder, ECHO, config, **options) as running:
-        yield running
+WITHOUT_AUTO = {"template": TOOL_TEMPLATE, "enable_auto_tool_choice": False, "tool_call_parser": "pythonic"}
+without_auto = server_of(EchoConfig(reply=(), replies=REPLIES), **WITHOUT_AUTO)
 
 
 def body(script: str, **fields):

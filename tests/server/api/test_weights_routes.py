@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ from server.engine.protocol import Receiver
 from server.engine.wire import Array, InFolder, InSharedMemory, Output, WireRequest
 from server.http.request_error import RequestError
 from tests.server.support.echo_engine import EchoConfig
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.running import RunningServer, server_of
 from tests.server.support.sse_events import parse_events
 from tests.server.support.stub_app import COMPLETIONS, StubClient, call, state_of
 
@@ -21,10 +21,7 @@ ARRAYS = {"names": ["a", "b"], "dtype_names": ["bfloat16", "float32"], "shapes":
 NAMED = (Array("a", "bfloat16", (2, 3)), Array("b", "float32", ()))
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("guarded"), ECHO, EchoConfig(), admin_api_keys=("boss",)) as server:
-        yield server
+guarded = server_of(EchoConfig(), admin_api_keys=("boss",))
 
 
 def refused(server: RunningServer, path: str, body: dict | None = None) -> dict:

@@ -132,8 +132,8 @@ async def refusal(asked: Coroutine[None, None, None]) -> str:
 
 
 async def pause_there(client: RemoteEngine, mode: PauseMode) -> None:
-    """Pauses an engine that is `held_at` a step: the pause comes while it is in flight. The request whose abort ends
-    the step is not in it."""
+    """Pauses an engine that is `held_at` a step: the pause comes while the step is in flight. The request whose abort
+    ends it is not in it."""
     ask(client, "held")
 
     async def let_go() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import select
 import signal
 import socket
-from collections.abc import Iterator
 
 import httpx
 import psutil
@@ -15,7 +14,7 @@ import pytest
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.raw_http import answers, connect, only_answer, post, read_all
 from tests.server.support.requests import BULKY, CHAT, HELLO, LONG, SLOW, load, running, send, wait_until
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.running import ECHO, RunningServer, running_server, server_of
 
 pytestmark = pytest.mark.slow
 
@@ -27,12 +26,8 @@ LONG_S = 1000.0
 LONG_TIMES = {f"{name}_timeout_s": LONG_S for name in ("head", "body", "idle", "send")}
 
 
-@pytest.fixture(scope="module")
-def hasty(tmp_path_factory) -> Iterator[RunningServer]:
-    """Has no patience. The engine takes longer over a token than a client may over anything."""
-    times = {f"{name}_timeout_s": 0.2 for name in ("head", "body", "idle", "send")}
-    with running_server(tmp_path_factory.mktemp("hasty"), ECHO, EchoConfig(step_s=0.3), **times) as server:
-        yield server
+# Has no patience. The engine takes longer over a token than a client may over anything.
+hasty = server_of(EchoConfig(step_s=0.3), **dict.fromkeys(LONG_TIMES, 0.2))
 
 
 def connect_all(stack: contextlib.ExitStack, server: RunningServer, data: bytes, number: int) -> list[socket.socket]:
