@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import socket
 from collections.abc import Awaitable, Callable
@@ -375,36 +376,6 @@ def _connect_often(host: str, port: int) -> None:
             stack.enter_context(socket.create_connection((host, port)))
 
 
-ATTACKS: tuple[Attack, ...] = (
-    hostile_stop_strings,
-    endless_trailers,
-    large_answer,
-    scored_prompts,
-    many_long_prompts,
-    echoed_ids,
-    too_large_a_body,
-    not_json,
-    deep_json,
-    not_http,
-    silent_connections,
-    leaving_mid_stream,
-    half_closing,
-    strange_routes,
-    long_lists,
-    unfinished_bodies,
-    burst_and_drops,
-    costly_templates,
-    killed_template_process,
-    crowd,
-    cut_tool_calls,
-    costly_grammars,
-    anothers_response,
-    wrong_names,
-    spaces_before_the_answer,
-    special_tokens_as_text,
-    many_parts,
-    requests_ahead,
-    numbers_beyond_doubles,
-    fields_of_other_servers,
-    readers_of_events,
+ATTACKS: tuple[Attack, ...] = tuple(
+    one for one in globals().values() if inspect.iscoroutinefunction(one) and one.__module__ == __name__
 )

@@ -25,7 +25,7 @@ NEW_TOKENS = 64
 MIN_GAP = 1e-3  # between the two greatest logits of every greedy choice
 MIN_DISTINCT = 24  # different tokens among the new ones
 
-_BASE = {
+BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 192,
@@ -103,7 +103,7 @@ ROTARY = {
 
 def config(variant: str) -> dict[str, Any]:
     """The variant's config.json, in the older spelling; an absent key is one that is None here."""
-    merged = _BASE | VARIANTS[variant]
+    merged = BASE | VARIANTS[variant]
     return {key: value for key, value in merged.items() if value is not None}
 
 
@@ -150,6 +150,21 @@ def prompt(raw: Mapping[str, Any], seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, raw["vocab_size"], PROMPT_LENGTH)
 
 
+def greedy(model: Any, prompt: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The logits before the last token, and at most `count` new tokens: none from the first near-tie on."""
+    import torch
+
+    ids = torch.from_numpy(prompt)[None]
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model(ids, use_cache=False).logits[0]
+            top = logits[-1].topk(2)
+            if float(top.values[0] - top.values[1]) < MIN_GAP:
+                break
+            ids = torch.cat([ids, top.indices[:1][None]], dim=1)
+    return logits.numpy(), ids[0, len(prompt) :].numpy().astype(np.int32)
+
+
 def _golden(variant: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -163,24 +178,15 @@ def _golden(variant: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         missing, unexpected = model.load_state_dict(state, strict=False)
         model.tie_weights()
         assert not unexpected and set(missing) <= {"lm_head.weight"} and (not missing or raw["tie_word_embeddings"])
-        ids = torch.from_numpy(prompt(raw, seed))[None]
-        with torch.no_grad():
-            for _ in range(NEW_TOKENS):
-                logits = model(ids, use_cache=False).logits[0]
-                top = logits[-1].topk(2)
-                gap = float(top.values[0] - top.values[1])
-                if gap < MIN_GAP:
-                    break
-                ids = torch.cat([ids, top.indices[:1][None]], dim=1)
-        new = ids[0, PROMPT_LENGTH:].numpy()
+        logits, new = greedy(model, prompt(raw, seed), NEW_TOKENS)
         if len(new) < NEW_TOKENS or len(set(new.tolist())) < MIN_DISTINCT:
             continue
         written = json.loads(model.config.to_json_string())
         written["dtype"] = raw["torch_dtype"]
         print(f"{variant}: seed {seed}, {len(set(new.tolist()))} distinct tokens, logits std {float(logits.std()):.2f}")
         arrays = {
-            f"{variant}.logits": logits[:PROMPT_LENGTH].numpy(),
-            f"{variant}.tokens": new.astype(np.int32),
+            f"{variant}.logits": logits[:PROMPT_LENGTH],
+            f"{variant}.tokens": new,
             f"{variant}.seed": np.int32(seed),
         }
         return arrays, written

@@ -132,18 +132,11 @@ def _golden(name: str, folder: Path) -> dict[str, np.ndarray]:
         for key, parameter in model.named_parameters():
             if "lora_" in key or ".modules_to_save." in key:
                 parameter.data = torch.from_numpy(drawn(f"{name} {key}", seed, tuple(parameter.shape)))
-        ids = torch.from_numpy(prompt)[None]
-        with torch.no_grad():
-            for _ in range(NEW_TOKENS):
-                logits = model(ids, use_cache=False).logits[0]
-                top = logits[-1].topk(2)
-                gap = float(top.values[0] - top.values[1])
-                if gap < make.MIN_GAP:
-                    break
-                ids = torch.cat([ids, top.indices[:1][None]], dim=1)
-            with model.disable_adapter():
-                effect = float((model(ids, use_cache=False).logits[0][: len(logits)] - logits).abs().max())
-        if ids.shape[1] == PROMPT_LENGTH + NEW_TOKENS and (effect > 0.5 or name == "alpha_zero"):
+        logits, new = make.greedy(model, prompt, NEW_TOKENS)
+        ids = torch.from_numpy(np.concatenate([prompt, new]))[None]
+        with torch.no_grad(), model.disable_adapter():
+            effect = np.abs(model(ids, use_cache=False).logits[0][: len(logits)].numpy() - logits).max()
+        if len(new) == NEW_TOKENS and (effect > 0.5 or name == "alpha_zero"):
             break
     else:
         raise RuntimeError(f"no seed gives {name} a text without near-ties")
@@ -151,7 +144,7 @@ def _golden(name: str, folder: Path) -> dict[str, np.ndarray]:
     assert (folder / file).exists()
     (folder / "README.md").unlink()
     print(f"{name}: seed {seed}, the logits differ from the base's by up to {effect:.2f}")
-    found = {f"{name}.logits": logits[:PROMPT_LENGTH].numpy(), f"{name}.tokens": ids[0, PROMPT_LENGTH:].numpy()}
+    found = {f"{name}.logits": logits[:PROMPT_LENGTH], f"{name}.tokens": new}
     return found | ({f"{name}.prompt": prompt} if name in MERGED else {})
 
 

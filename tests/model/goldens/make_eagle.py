@@ -20,31 +20,20 @@ from typing import Any
 
 import numpy as np
 
-FOLDER = Path(__file__).parent
+from tests.model.goldens import make
+
+FOLDER = make.FOLDER
 LENGTH = 24  # positions whose features are the model's
 CHAIN = 4  # tokens after them, which the head drafts from its own features
 VOCAB, MODEL_WIDTH = 192, 64
 
-_BASE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": MODEL_WIDTH,
+_BASE: dict[str, Any] = make.BASE | {
     "intermediate_size": 112,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-    "rope_scaling": None,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
     "pretraining_tp": 1,
     "torch_dtype": "float16",
     "bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "pad_token_id": 0,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
