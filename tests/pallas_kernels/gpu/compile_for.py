@@ -40,13 +40,13 @@ MMA_ONLY = "llama-3.1-8b, without wgmma"  # what a Hopper chip falls back to
 # Each kind of heads, of numbers and of sizes is among these. Hopper's loops are held to a bound in them.
 FEW = ("llama-3.1-8b", "sixteen in a group", "llama-3.2-1b, int8", "llama-3.1-70b/8, fp8")
 # What chips other than Hopper compile: the same code with other instructions and limits. A compilation takes half a
-# minute of a core. Two chips without TMA share the kinds, and so do the two with it.
+# minute of a core. The chips without TMA share the kinds, and so do those with it.
 OF_CHIP = {
-    "a100": ("llama-3.1-8b", "llama-3.2-1b, int8"),
-    "a10": ("llama-3.1-8b",),
+    "a100": ("llama-3.1-8b",),
+    "a10": ("llama-3.2-1b, int8",),
     "l4": ("sixteen in a group", "llama-3.1-8b, fp8"),
-    "b200": ("llama-3.1-8b", "llama-3.1-8b, fp8"),
-    "b300": ("llama-3.1-8b",),
+    "b200": ("llama-3.1-8b",),
+    "b300": ("llama-3.1-8b, fp8",),
     "rtx5090": ("sixteen in a group", "llama-3.2-1b, int8"),
 }
 OF_OTHERS = ("llama-3.1-8b, fp8",)  # Hopper has fp8 in larger pages and groups
@@ -54,7 +54,6 @@ OF_OTHERS = ("llama-3.1-8b, fp8",)  # Hopper has fp8 in larger pages and groups
 # Pages of "fp8" are of int8 on a chip that does not convert fp8.
 CASES = {
     "llama-3.1-8b": (MODELS["8b"], 64, "bfloat16", USUAL),
-    "llama-3.2-3b": (MODELS["3b"], 32, "bfloat16", USUAL),
     "one head each": ((8, 8, 64), 16, "bfloat16", USUAL),
     "sixteen in a group": ((16, 1, 128), 16, "bfloat16", USUAL),
     "llama-3.2-1b, largest, float16": (MODELS["1b"], 64, "float16", LARGEST),

@@ -193,7 +193,6 @@ NO_FAULT = {
     "none, cp.async": Fault(DECODE, {}, AMPERE),
     "none, prefill": Fault(PREFILL, {}),
     "none, prefill by mma": Fault(PREFILL, {}, BLACKWELL),
-    "none, in parts": Fault(PREFILL, {}, parts=IN_PARTS),
     "none, decode and prefill in parts": Fault(BOTH, {}, parts=IN_PARTS),
 }
 FAULTS = {

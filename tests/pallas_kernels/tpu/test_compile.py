@@ -60,10 +60,13 @@ def test_kernels_fit_and_update_pages_in_place(target: str, tmp_path: Path) -> N
                 assert account["per_pair"] <= MOST_BUNDLES_PER_PAIR[target], result
 
 
-@pytest.mark.parametrize(("target", "kv_cache_dtype"), [*zip(TARGETS, ("auto", "int8", "auto", "int8"), strict=True)])
-def test_whole_steps_with_jaxs_kernel_update_pages_in_place(target: str, kv_cache_dtype: str) -> None:
-    flags = ("--target", target, "--tensor-parallel-size", "1", "--layers", "2", "--tokens", "64", "--tokens", "512")
-    own = ("--attention", "jax", "--kv-cache-dtype", kv_cache_dtype)
+FORMS = (("auto", "64"), ("int8", "512"), ("auto", "512"), ("int8", "64"))
+
+
+@pytest.mark.parametrize(("target", "form"), zip(TARGETS, FORMS, strict=True))
+def test_whole_steps_with_jaxs_kernel_update_pages_in_place(target: str, form: tuple[str, str]) -> None:
+    flags = ("--target", target, "--tensor-parallel-size", "1", "--layers", "2", "--tokens", form[1])
+    own = ("--attention", "jax", "--kv-cache-dtype", form[0])
     for result in compile_in_a_process_of_its_own(STEPS, *flags, *own):
         assert result["alias_bytes"] >= result["state_bytes"], result
         assert result["temp_bytes"] <= 64 << 20 < result["kv_bytes"] // 2, result  # the queries in another layout
