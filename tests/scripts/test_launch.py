@@ -20,7 +20,7 @@ from scripts.flags.lora import LoraModule, NamedModel
 from scripts.flags.serve import api_keys, tls_files
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.lab import flag_table
-from server.settings import GenerationDefaults, TlsFiles
+from server.settings import GenerationDefaults, Settings, TlsFiles
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -46,6 +46,11 @@ def test_no_flags_serve_the_demo_on_the_loopback():
     args = parse()
     assert (args.model, args.host, args.port) == ("demo", "127.0.0.1", 8000)
     assert EngineSettings.from_namespace(args) == EngineSettings()
+
+
+def settings_of(*flags: str | Path) -> Settings:
+    args = parse(*map(str, flags))
+    return launch.server_settings(args, resolve(args.model), resolve(args.model).path)
 
 
 def visible_flags():
@@ -149,18 +154,6 @@ def test_drafts_have_plain_flags_too(flags, config):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--spec-tokens", "3"], "--speculative-config has no method; there are"),
-        (["--spec-method", "ngram"], "num_speculative_tokens"),
-    ],
-)
-def test_plain_flags_of_drafts_that_do_not_suffice_are_refused(flags, words):
-    with pytest.raises(ValueError, match=words):
-        EngineSettings.from_namespace(parse(*flags))
-
-
-@pytest.mark.parametrize(
     ("flags", "pooling"),
     [
         ([], None),
@@ -216,8 +209,9 @@ def test_every_setting_has_its_flag():
 
 
 def test_the_curl_line_is_a_request(model_folder, tmp_path):
-    args = parse("--served-model-name", "it's", "other", "--api-key", "sk-secret", "--model", str(model_folder))
-    settings = launch.server_settings(args, resolve(args.model), model_folder)
+    settings = settings_of(
+        "--served-model-name", "it's", "other", "--api-key", "sk-secret", "--model", str(model_folder)
+    )
     assert "sk-secret" not in launch.curl_line("http://h:1", settings)
     words = shlex.split(launch.curl_line("http://h:1", settings).replace("\\\n", "").replace("'s", "_s"))
     assert words[:2] == ["curl", "http://h:1/v1/chat/completions"]
@@ -231,8 +225,7 @@ def test_the_curl_line_is_a_request(model_folder, tmp_path):
     ("flags", "address"), [((), "http://localhost"), (("--ssl-certfile", "c"), "https://localhost")]
 )
 def test_the_curl_line_of_a_unix_socket_has_its_scheme(model_folder, flags, address):
-    args = parse("--uds", "/run/a b", *flags, "--model", str(model_folder))
-    settings = launch.server_settings(args, resolve(args.model), model_folder)
+    settings = settings_of("--uds", "/run/a b", *flags, "--model", model_folder)
     words = shlex.split(launch.curl_line("unix:/run/a b", settings).replace("\\\n", ""))
     assert words[:4] == ["curl", "--unix-socket", "/run/a b", f"{address}/v1/chat/completions"]
 
@@ -264,8 +257,7 @@ def test_vllms_variable_is_the_default_of_the_key(monkeypatch, caplog):
 
 def test_connection_flags_are_settings(model_folder):
     flags = ["--max-connections", "9", "--head-timeout", "1", "--body-timeout", "2", "--idle-timeout", "3"]
-    args = parse("--model", str(model_folder), *flags)
-    settings = launch.server_settings(args, resolve(args.model), model_folder)
+    settings = settings_of("--model", model_folder, *flags)
     assert (settings.max_connections, settings.head_timeout_s) == (9, 1)
     assert (settings.body_timeout_s, settings.idle_timeout_s, settings.send_timeout_s) == (2, 3, 300)
 
@@ -284,8 +276,7 @@ def test_flags_of_tls_are_vllms():
 def test_server_settings_come_from_flags_and_checkpoint(model_folder, tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages }}")
-    args = parse("--model", str(model_folder), "--chat-template", str(template), "--metrics-prefix", "vllm:")
-    settings = launch.server_settings(args, resolve(args.model), model_folder)
+    settings = settings_of("--model", model_folder, "--chat-template", template, "--metrics-prefix", "vllm:")
     assert settings.model_names == (str(model_folder),)
     assert settings.chat_template == "{{ messages }}"
     assert settings.metrics_prefix == "vllm:"
@@ -301,7 +292,34 @@ def test_server_settings_come_from_flags_and_checkpoint(model_folder, tmp_path):
         (["--chat-template", "/nonexistent.jinja"], "nonexistent"),
         (["--api-key-file", "/nonexistent.keys"], "nonexistent"),
         (["--api-key-file", "/dev/null"], "--api-key-file /dev/null: there is no key in it"),
+        (["--spec-tokens", "3"], "--speculative-config has no method; there are"),
+        (["--spec-method", "ngram"], "num_speculative_tokens"),
         (["--api-key", "a "], "an API key begins or ends"),
+        (["--lora-modules", "a=b"], "--lora-modules needs --enable-lora"),
+        (["--lora-folder", "."], "--lora-folder needs --enable-lora"),
+        (["--enable-lora", "--lora-modules", "a"], "--lora-modules 'a': write NAME=PATH"),
+        (["--enable-lora", "--lora-modules", "=b"], "--lora-modules: a name has 1 to 256 printable characters"),
+        (["--enable-lora", "--lora-modules", "a\nb=c"], "printable"),
+        (["--enable-lora", "--lora-modules", "a=b", "a=c"], "two adapters have the name 'a'"),
+        (["--enable-lora", "--lora-modules", "a="], "the adapter 'a' has no path"),
+        (["--enable-lora", "--lora-modules", '{"name": "a"}'], "missing required field `path`"),
+        (["--enable-lora", "--lora-modules", "[" * 100_000], "--lora-modules"),
+        (["--enable-lora", "--lora-modules", "demo=b"], "'demo' is the name of the model"),
+        (["--enable-lora", "--lora-folder", "/no/such/folder"], "--lora-folder /no/such/folder: there is no such"),
+        (["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "3"], "--max-cpu-loras 3 must be at least"),
+        (["--enable-lora", "--max-lora-rank", "513"], "--max-lora-rank must be at most 512"),
+        (["--models", "a"], "--models 'a': write NAME=PATH, or a JSON object with paths by their names"),
+        (["--models", "=b"], "--models: a name has 1 to 256 printable characters"),
+        (["--models", "a=b", '{"a": "c"}'], "--models: two models have the name 'a'"),
+        (["--models", "a="], "--models: the model 'a' has no path"),
+        (["--models", '{"a": 3}'], "--models"),
+        (["--models", "demo=b"], "--models: 'demo' is the name of the model"),
+        (["--models", "a=b", "--enable-lora", "--lora-modules", "a=c"], "'a' is the name of a model (--models)"),
+        (["--models-folder", "/no/such/folder"], "--models-folder /no/such/folder: there is no such"),
+        (["--max-resident-models", "2"], "--max-resident-models needs --models or --models-folder"),
+        (["--models-host-memory", "2"], "--models-host-memory needs --models or --models-folder"),
+        (["--models", "a=b", "--max-resident-models", "0"], "--max-resident-models must be at least 2"),
+        (["--kv-offloading-path", "/pages"], "--kv-offloading-path needs --kv-offloading-size"),
     ],
 )
 def test_a_start_that_cannot_be_says_so_in_one_line(flags, words, capsys):
@@ -352,47 +370,6 @@ def test_models_of_the_start_are_named_by_flags_by_a_file_and_by_python(tmp_path
     assert EngineSettings.from_keywords(models_folder=str(tmp_path)).has_models
     none = EngineSettings()
     assert (none.named_models, none.has_models) == ([], False)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--lora-modules", "a=b"], "--lora-modules needs --enable-lora"),
-        (["--lora-folder", "."], "--lora-folder needs --enable-lora"),
-        (["--enable-lora", "--lora-modules", "a"], "--lora-modules 'a': write NAME=PATH"),
-        (["--enable-lora", "--lora-modules", "=b"], "--lora-modules: a name has 1 to 256 printable characters"),
-        (["--enable-lora", "--lora-modules", "a\nb=c"], "printable"),
-        (["--enable-lora", "--lora-modules", "a=b", "a=c"], "two adapters have the name 'a'"),
-        (["--enable-lora", "--lora-modules", "a="], "the adapter 'a' has no path"),
-        (["--enable-lora", "--lora-modules", '{"name": "a"}'], "missing required field `path`"),
-        (["--enable-lora", "--lora-modules", "[" * 100_000], "--lora-modules"),
-        (["--enable-lora", "--lora-modules", "demo=b"], "'demo' is the name of the model"),
-        (["--enable-lora", "--lora-folder", "/no/such/folder"], "--lora-folder /no/such/folder: there is no such"),
-        (["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "3"], "--max-cpu-loras 3 must be at least"),
-        (["--enable-lora", "--max-lora-rank", "513"], "--max-lora-rank must be at most 512"),
-        (["--models", "a"], "--models 'a': write NAME=PATH, or a JSON object with paths by their names"),
-        (["--models", "=b"], "--models: a name has 1 to 256 printable characters"),
-        (["--models", "a=b", '{"a": "c"}'], "--models: two models have the name 'a'"),
-        (["--models", "a="], "--models: the model 'a' has no path"),
-        (["--models", '{"a": 3}'], "--models"),
-        (["--models", "demo=b"], "--models: 'demo' is the name of the model"),
-        (["--models", "a=b", "--enable-lora", "--lora-modules", "a=c"], "'a' is the name of a model (--models)"),
-        (["--models-folder", "/no/such/folder"], "--models-folder /no/such/folder: there is no such"),
-        (["--max-resident-models", "2"], "--max-resident-models needs --models or --models-folder"),
-        (["--models-host-memory", "2"], "--models-host-memory needs --models or --models-folder"),
-        (["--models", "a=b", "--max-resident-models", "0"], "--max-resident-models must be at least 2"),
-    ],
-)
-def test_adapters_and_models_that_cannot_be_are_refused_at_the_start(flags, words, capsys):
-    assert launch.main(flags) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
-
-
-def test_page_files_need_pages_in_memory(capsys):
-    assert launch.main(["--kv-offloading-path", "/pages"]) == 2
-    assert "--kv-offloading-path needs --kv-offloading-size" in capsys.readouterr().err
 
 
 def test_revisions_are_those_of_the_hub(monkeypatch, model_folder, capsys):
@@ -460,13 +437,13 @@ def test_a_configuration_file_must_be_named_and_be_there(capsys):
 
 
 def test_defaults_of_generation_are_overridden(model_folder):
-    args = parse("--model", str(model_folder), "--override-generation-config", '{"temperature": 0.25, "top_k": 7}')
-    defaults = launch.server_settings(args, resolve(args.model), model_folder).generation_defaults
+    defaults = settings_of(
+        "--model", model_folder, "--override-generation-config", '{"temperature": 0.25, "top_k": 7}'
+    ).generation_defaults
     assert (defaults.temperature, defaults.top_k) == (0.25, 7)
     for text, words in (("{", "override"), ('{"beams": 1}', "unknown fields beams"), ('{"top_p": 2}', "top_p")):
-        args = parse("--model", str(model_folder), "--override-generation-config", text)
         with pytest.raises(ValueError, match=words):
-            launch.server_settings(args, resolve(args.model), model_folder)
+            settings_of("--model", model_folder, "--override-generation-config", text)
 
 
 @pytest.mark.parametrize(
@@ -479,20 +456,18 @@ def test_defaults_of_generation_are_overridden(model_folder):
     ],
 )
 def test_the_smaller_of_two_limits_of_the_output_counts(model_folder, flags, most):
-    args = parse("--model", str(model_folder), *flags)
-    settings = launch.server_settings(args, resolve(args.model), model_folder)
+    settings = settings_of("--model", model_folder, *flags)
     assert settings.generation_defaults.max_new_tokens == most
     with pytest.raises(ValueError, match="--max-output-tokens must be at least 1"):
-        launch.server_settings(parse("--max-output-tokens", "0"), resolve("demo"), model_folder)
+        settings_of("--max-output-tokens", "0")
 
 
 def test_the_folder_of_batches_has_a_size(model_folder, tmp_path):
-    args = parse("--batch-folder", str(tmp_path), "--batch-folder-size", "0.5", "--batch-concurrency", "8")
-    settings = launch.server_settings(args, resolve(args.model), model_folder)
+    settings = settings_of("--batch-folder", tmp_path, "--batch-folder-size", "0.5", "--batch-concurrency", "8")
     assert (settings.batch_folder, settings.batch_folder_gib, settings.batch_concurrency) == (tmp_path, 0.5, 8)
     for flag, wrong in (("--batch-folder-size", "0"), ("--batch-folder-size", "nan"), ("--batch-concurrency", "0")):
         with pytest.raises(ValueError, match=flag):
-            launch.server_settings(parse(flag, wrong), resolve("demo"), model_folder)
+            settings_of(flag, wrong)
 
 
 @pytest.mark.parametrize(
@@ -506,8 +481,7 @@ def test_the_folder_of_batches_has_a_size(model_folder, tmp_path):
 )
 def test_batches_leave_room_in_the_queue(model_folder, tmp_path, flags, concurrency):
     def settings(*flags: str):
-        args = parse("--batch-folder", str(tmp_path), *flags)
-        return launch.server_settings(args, resolve(args.model), model_folder)
+        return settings_of("--batch-folder", tmp_path, *flags)
 
     assert settings(*flags).batch_concurrency == concurrency
     with pytest.raises(ValueError, match="--max-queue 9: choose fewer"):
@@ -516,8 +490,7 @@ def test_batches_leave_room_in_the_queue(model_folder, tmp_path, flags, concurre
 
 def test_defaults_of_generation_come_from_the_model_or_elsewhere(model_folder, tmp_path):
     def temperature(*flags: str) -> float:
-        args = parse("--model", str(model_folder), *flags)
-        return launch.server_settings(args, resolve(args.model), model_folder).generation_defaults.temperature
+        return settings_of("--model", model_folder, *flags).generation_defaults.temperature
 
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.125}')
     assert temperature("--generation-config", str(tmp_path)) == 0.125
@@ -532,8 +505,7 @@ def test_defaults_of_generation_come_from_the_model_or_elsewhere(model_folder, t
 
 
 def test_usage_in_all_streams_is_a_setting(model_folder):
-    args = parse("--model", str(model_folder), "--enable-force-include-usage")
-    assert launch.server_settings(args, resolve(args.model), model_folder).enable_force_include_usage
+    assert settings_of("--model", model_folder, "--enable-force-include-usage").enable_force_include_usage
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,12 @@ async def completion(victim: Victim, **fields: Any) -> int:
     return await asked(victim, "/v1/completions", **{"prompt": "Once upon a time", "max_tokens": 16, **fields})
 
 
+async def ends(victim: Victim, **fields: Any) -> None:
+    """A completion with these fields is answered or refused."""
+    status = await completion(victim, **fields)
+    assert status in (200, 400, 429), (str(fields)[:100], status)
+
+
 async def chat(victim: Victim, **fields: Any) -> int:
     """The status of a chat with these fields in its body; 0 as for `answer`."""
     messages = [{"role": "user", "content": "What is 12 + 9?"}]

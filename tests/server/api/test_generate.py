@@ -160,41 +160,19 @@ def test_a_long_prompt_of_ids_and_fields_without_effect():
     assert len(client.submitted[0].prompt) == 400_000
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {
-            "max_tokens": 3,
-            "temperature": 0.5,
-            "logprobs": 2,
-            "seed": 7,
-            "stop": ["x"],
-            "logit_bias": {"5": 1.5},
-            "n": 2,
-        },
-        {
-            "top_k": -1,
-            "min_tokens": 2,
-            "ignore_eos": True,
-            "priority": 3,
-            "cache_salt": "s",
-            "truncate_prompt_tokens": 4,
-        },
-        {
-            "logprob_token_ids": [3, 3, 4],
-            "stop_token_ids": [9],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        },
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}},
-        {
-            "structured_outputs": {"choice": ["a", "b"]},
-            "bad_words": ["ab"],
-            "allowed_token_ids": [97, 98],
-            "top_p": 0.5,
-        },
-    ],
-)
+FIRST = {"max_tokens": 3, "temperature": 0.5, "logprobs": 2, "seed": 7, "stop": ["x"], "logit_bias": {"5": 1.5}, "n": 2}
+SECOND = {"top_k": -1, "min_tokens": 2, "ignore_eos": True, "priority": 3, "cache_salt": "s"}
+SECOND |= {"truncate_prompt_tokens": 4, "bad_words": ["ab"], "allowed_token_ids": [97, 98], "top_p": 0.5}
+THIRD = {
+    "logprob_token_ids": [3, 3, 4],
+    "stop_token_ids": [9],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}}
+
+
+@pytest.mark.parametrize("fields", [FIRST, SECOND | {"structured_outputs": {"choice": ["a", "b"]}}, THIRD, SCHEMA])
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_rendered_request_is_the_request(chat, fields):
     """What the engine gets of it is what it gets of the request itself."""

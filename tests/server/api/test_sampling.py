@@ -27,41 +27,13 @@ def test_nothing_said_gives_openais_defaults():
 
 
 def test_everything_said_arrives():
-    body = CompletionRequest(
-        temperature=0.5,
-        top_k=7,
-        top_p=0.9,
-        min_p=0.1,
-        presence_penalty=1.5,
-        frequency_penalty=-1.5,
-        repetition_penalty=1.1,
-        logit_bias={"3": 5, "4": -100},
-        seed=11,
-        min_tokens=2,
-        stop_token_ids=[5, 6, 5],
-        ignore_eos=True,
-        allowed_token_ids=[9, 8],
-        sampled_logprobs=True,
-    )
-    assert params(body, logprobs=3, prompt_logprobs=4) == SamplingParams(
-        max_tokens=10,
-        min_tokens=2,
-        temperature=0.5,
-        top_k=7,
-        top_p=0.9,
-        min_p=0.1,
-        presence_penalty=1.5,
-        frequency_penalty=-1.5,
-        repetition_penalty=1.1,
-        logit_bias=((3, 5.0), (4, -100.0)),
-        seed=11,
-        stop_token_ids=(5, 6),
-        ignore_eos=True,
-        allowed_token_ids=(9, 8),
-        logprobs=3,
-        sampled_logprobs=True,
-        prompt_logprobs=4,
-    )
+    same = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1.5, "seed": 11}
+    same |= {"frequency_penalty": -1.5, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
+    same |= {"sampled_logprobs": True}
+    body = CompletionRequest(**same, logit_bias={"3": 5, "4": -100}, stop_token_ids=[5, 6, 5], allowed_token_ids=[9, 8])
+    own = {"logit_bias": ((3, 5.0), (4, -100.0)), "stop_token_ids": (5, 6), "allowed_token_ids": (9, 8)}
+    scores = {"logprobs": 3, "prompt_logprobs": 4}
+    assert params(body, **scores) == SamplingParams(max_tokens=10, **same, **own, **scores)
 
 
 def test_the_models_defaults_fill_what_is_not_said():
@@ -118,23 +90,17 @@ def test_defaults_of_a_folder(tmp_path, config, defaults):
     assert GenerationDefaults.from_folder(tmp_path) == defaults
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", "hot"),
-        ("temperature", float("nan")),
-        ("temperature", -5),
-        ("temperature", True),
-        ("top_p", 7),
-        ("top_p", 0),
-        ("top_k", "x"),
-        ("top_k", -2),
-        ("top_k", 2**70),
-        ("min_p", 2),
-        ("repetition_penalty", 0),
-        ("do_sample", "yes"),
-    ],
-)
+NO_DEFAULTS = {
+    "temperature": ("hot", float("nan"), -5, True),
+    "top_p": (7, 0),
+    "top_k": ("x", -2, 2**70),
+    "min_p": (2,),
+    "repetition_penalty": (0,),
+    "do_sample": ("yes",),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(name, x) for name, values in NO_DEFAULTS.items() for x in values])
 def test_defaults_that_no_request_could_have_are_refused_with_the_file(field, value, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
     with pytest.raises(ValueError, match=rf"generation_config\.json: {field}={value!r} is not "):
