@@ -33,7 +33,6 @@ def outcome(backend: Backend, kv_dtype: str = "bfloat16") -> str:
         (Backend.GPU_INTERPRET, "bfloat16"),
         (Backend.GPU_INTERPRET, "float8_e4m3fn"),
         (Backend.GPU_MMA_INTERPRET, "bfloat16"),
-        (Backend.GPU_MMA_INTERPRET, "int8"),
     ],
 )
 def test_both_forms_pass(backend, kv_dtype):

@@ -33,7 +33,7 @@ PROGRAMS = [
     Program(num_tokens=12, num_rows=3, spec_decode=True),
 ]
 FORMS = {
-    "1b": make_spec((32, 8, 64), page_size=64),
+    "1b, one chip of four": make_spec((8, 2, 64), page_size=64),
     "8b": make_spec((32, 8, 128), page_size=16),
     "8b, int8": make_spec((32, 8, 128), page_size=32, kv_dtype="int8"),
     "groups of 3, head_dim 96": make_spec((6, 2, 96), page_size=48),
@@ -145,12 +145,11 @@ def test_it_cannot_be_asked_for_on_a_cpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_the_demo_says_the_same_as_over_the_reference(kv_cache_dtype: str, tmp_path: Path) -> None:
-    """Where the project's own kernels are wrong; the next candidate is this one, and then the reference."""
+def test_the_demo_says_the_same_as_over_the_reference(tmp_path: Path) -> None:
+    """Where the project's own kernels are wrong; the next candidate is this one, and then the reference. With scales."""
     limits = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16, "page_size": 16, "num_pages": 9}
     settings = EngineSettings(
-        model=str(first_layers(tmp_path / "demo", 2)), device="cpu", dtype="float32", kv_cache_dtype=kv_cache_dtype,
+        model=str(first_layers(tmp_path / "demo", 2)), device="cpu", dtype="float32", kv_cache_dtype="int8",
         compile_cache="none", **limits,
     )  # fmt: skip
     sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
