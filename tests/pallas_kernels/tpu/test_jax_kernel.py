@@ -146,7 +146,7 @@ def test_it_cannot_be_asked_for_on_a_cpu() -> None:
 
 @pytest.mark.slow
 def test_the_demo_says_the_same_as_over_the_reference(tmp_path: Path) -> None:
-    """Where the project's own kernels are wrong; the next candidate is this one, and then the reference. With scales."""
+    """Where the project's own kernels are wrong; the next candidate is this one, and then the reference."""
     limits = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16, "page_size": 16, "num_pages": 9}
     settings = EngineSettings(
         model=str(first_layers(tmp_path / "demo", 2)), device="cpu", dtype="float32", kv_cache_dtype="int8",
