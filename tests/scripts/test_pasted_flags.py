@@ -11,16 +11,7 @@ from batcher.request import MAX_LOGPROBS
 from model.loading.source import resolve
 from scripts import launch
 from scripts.building.weights import choose_weights
-from scripts.flags.compatibility import (
-    REFUSED,
-    SERVED,
-    TABLE,
-    UNSERVED,
-    WITHOUT_EFFECT,
-    log_level,
-    translated,
-    unread_variables,
-)
+from scripts.flags import compatibility
 from scripts.flags.parsing import parse_flags
 from scripts.flags.settings import EngineSettings
 from tests.model.loading.test_packed_checkpoints import FORMATS, write
@@ -29,7 +20,7 @@ HERE = Path(__file__).parent
 VLLM = (HERE / "vllm_flags.txt").read_text().split()  # of 0.33; the endings are those of the table
 LINES = [(of, *line) for of, lines in tomllib.loads((HERE / "pasted_lines.toml").read_text()).items() for line in lines]
 PARSER = launch.parser()
-NARGS = SERVED | UNSERVED
+NARGS = compatibility.SERVED | compatibility.UNSERVED
 
 
 def refusal(*argv: str) -> None:
@@ -39,13 +30,15 @@ def refusal(*argv: str) -> None:
 
 
 def test_the_table_has_every_flag_of_vllm_once_and_in_its_form():
-    listed = [*SERVED, *WITHOUT_EFFECT, *REFUSED]
+    listed = [*compatibility.SERVED, *compatibility.WITHOUT_EFFECT, *compatibility.REFUSED]
     assert len(listed) == len(set(listed)) == len(NARGS)
     kinds = {flag.rstrip("=+?"): {"=": None, "+": "+", "?": "?"}.get(flag[-1], 0) for flag in VLLM}
     assert len(kinds) == len(VLLM) == 344
     assert {flag: NARGS.get(flag, "missing") for flag in kinds} == kinds
-    assert {entry["flag"] for entry in TABLE["values"]} | TABLE["harmless"].keys() <= NARGS.keys()
-    assert f"at most {MAX_LOGPROBS};" in WITHOUT_EFFECT["--max-logprobs"]
+    assert {entry["flag"] for entry in compatibility.TABLE["values"]} | compatibility.TABLE[
+        "harmless"
+    ].keys() <= NARGS.keys()
+    assert f"at most {MAX_LOGPROBS};" in compatibility.WITHOUT_EFFECT["--max-logprobs"]
 
 
 def words_of(flag: str) -> list[str]:
@@ -54,23 +47,23 @@ def words_of(flag: str) -> list[str]:
 
 def test_served_flags_are_ours():
     actions = PARSER._option_string_actions
-    assert [flag for flag in SERVED if (actions[flag].nargs == 0) != (NARGS[flag] == 0)] == []
+    assert [flag for flag in compatibility.SERVED if (actions[flag].nargs == 0) != (NARGS[flag] == 0)] == []
 
 
 def test_flags_without_a_meaning_are_taken_with_a_line_each_in_the_log(caplog):
-    args = launch.parse(["folder", *(word for flag in WITHOUT_EFFECT for word in words_of(flag))])
-    told = [f"{flag} has no effect: {reason}" for flag, reason in WITHOUT_EFFECT.items()]
+    args = launch.parse(["folder", *(word for flag in compatibility.WITHOUT_EFFECT for word in words_of(flag))])
+    told = [f"{flag} has no effect: {reason}" for flag, reason in compatibility.WITHOUT_EFFECT.items()]
     assert args.compatibility_warnings == told
     assert EngineSettings.from_namespace(args) == EngineSettings.from_namespace(args) == EngineSettings(model="folder")
     assert [record.getMessage() for record in caplog.records] == told
 
 
-@pytest.mark.parametrize("flag", REFUSED)
+@pytest.mark.parametrize("flag", compatibility.REFUSED)
 def test_a_flag_that_cannot_be_served_is_refused_in_words(flag, capsys):
     with pytest.raises(SystemExit) as refused:
         parse_flags(PARSER, words_of(flag))
     assert refused.value.code == 2
-    assert f"{flag}: {REFUSED[flag]}" in " ".join(capsys.readouterr().err.split())
+    assert f"{flag}: {compatibility.REFUSED[flag]}" in " ".join(capsys.readouterr().err.split())
     if NARGS[flag] is None:  # a value that asks for nothing
         assert parse_flags(PARSER, [flag, "{}"]).compatibility_warnings == []
 
@@ -227,23 +220,25 @@ def test_keywords_go_through_the_same_table(caplog):
 
 
 def test_values_of_the_table_are_flags_of_ours():
-    for entry in TABLE["values"]:
+    for entry in compatibility.TABLE["values"]:
         if entry["as"]:
             launch.parse(entry["as"])
-    assert translated("--dtype", "bfloat16") is None
+    assert compatibility.translated("--dtype", "bfloat16") is None
 
 
 def test_vllms_variables_are_read_or_named():
     environment = {"VLLM_API_KEY": "k", "VLLM_LOGGING_LEVEL": "DEBUG", "PATH": "/bin"}
-    assert list(unread_variables(environment)) == []
-    (line,) = unread_variables(environment | {"VLLM_PORT": "tcp://10.0.0.1:80", "VLLM_HOST_IP": "10.0.0.1"})
+    assert list(compatibility.unread_variables(environment)) == []
+    (line,) = compatibility.unread_variables(
+        environment | {"VLLM_PORT": "tcp://10.0.0.1:80", "VLLM_HOST_IP": "10.0.0.1"}
+    )
     assert line.startswith("variables without effect here: VLLM_HOST_IP, VLLM_PORT; ")
-    assert log_level(launch.parse([]).log_level, environment) == "DEBUG"
-    assert log_level(launch.parse(["--log-level", "WARNING"]).log_level, environment) == "WARNING"
-    assert log_level(launch.parse(["--log-level", "CRITICAL"]).log_level, {}) == "ERROR"
-    assert log_level(launch.parse([]).log_level, {}) == "INFO"
+    assert compatibility.log_level(launch.parse([]).log_level, environment) == "DEBUG"
+    assert compatibility.log_level(launch.parse(["--log-level", "WARNING"]).log_level, environment) == "WARNING"
+    assert compatibility.log_level(launch.parse(["--log-level", "CRITICAL"]).log_level, {}) == "ERROR"
+    assert compatibility.log_level(launch.parse([]).log_level, {}) == "INFO"
     with pytest.raises(ValueError, match="VLLM_LOGGING_LEVEL can be one of debug, info"):
-        log_level(launch.parse([]).log_level, {"VLLM_LOGGING_LEVEL": "loud"})
+        compatibility.log_level(launch.parse([]).log_level, {"VLLM_LOGGING_LEVEL": "loud"})
 
 
 def test_the_time_after_sigterm_and_the_documents_are_settings(model_folder):

@@ -24,17 +24,7 @@ from server.settings import Settings
 from tests.c_compiler import compiler
 from tests.conftest import COMPILED
 from tests.model import checkpoints
-from tests.scripts.faulty_backends import (
-    Dying,
-    Faultless,
-    Hanging,
-    NoNumbers,
-    Raising,
-    Refused,
-    choose_with_fallback,
-    in_the_place_of_a_gpus,
-    send_choice,
-)
+from tests.scripts import faulty_backends
 from tests.server.support.running import running_server, spawn
 from tests.server.support.tokenizers import write_folder
 
@@ -157,27 +147,27 @@ def test_a_backend_asked_for_by_name_does_not_start_with_a_fault(settings, tmp_p
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Refused, f"{MIXED} does not compile: NotImplementedError: no such instruction"),
-        (NoNumbers, f"{MIXED}: a chunk of 2 tokens over 2 keys is wrong: not a number"),
-        (Raising, f"{MIXED} does not run: JaxRuntimeError: "),
-        (Dying, "its process died of SIGSEGV"),
+        (faulty_backends.Refused, f"{MIXED} does not compile: NotImplementedError: no such instruction"),
+        (faulty_backends.NoNumbers, f"{MIXED}: a chunk of 2 tokens over 2 keys is wrong: not a number"),
+        (faulty_backends.Raising, f"{MIXED} does not run: JaxRuntimeError: "),
+        (faulty_backends.Dying, "its process died of SIGSEGV"),
     ],
 )
 def test_no_fault_of_a_form_reaches_the_process_that_serves(settings, kind, reason):
-    chosen = choose_with_fallback(kind, settings)
+    chosen = faulty_backends.choose_with_fallback(kind, settings)
     assert chosen.info.backend == "reference"
     assert chosen.info.failures["gpu"].startswith(f"failed its self-test: {reason}")
     assert multiprocessing.active_children() == []
 
 
 def test_a_form_that_hangs_is_given_up(settings):
-    chosen = choose_with_fallback(Hanging, settings, limit_s=0.5)
+    chosen = faulty_backends.choose_with_fallback(faulty_backends.Hanging, settings, limit_s=0.5)
     assert chosen.info.backend == "reference"
     assert chosen.info.failures == {"gpu": "failed its self-test: it did not end within 0.5 s"}
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("kind", [Faultless, NoNumbers, Refused])
+@pytest.mark.parametrize("kind", [faulty_backends.Faultless, faulty_backends.NoNumbers, faulty_backends.Refused])
 def test_the_programs_of_a_form_are_traced_while_another_process_tests_it(kind, settings, expected, tmp_path):
     """If it fails, those of the form that serves are made anew."""
     tested_s: list[float] = []
@@ -187,9 +177,11 @@ def test_the_programs_of_a_form_are_traced_while_another_process_tests_it(kind, 
             tested_s.append(time.perf_counter())
 
     fresh = replace(settings, compile_cache=str(tmp_path), compile_all_first=True)
-    built = build_runner(fresh, report, compile_meanwhile=True, backends=in_the_place_of_a_gpus(kind))
+    built = build_runner(fresh, report, compile_meanwhile=True, backends=faulty_backends.in_the_place_of_a_gpus(kind))
     is_early = built.runner.programs._compilation.started_s < tested_s[0]
-    assert (built.info.attention.backend, is_early) == (("gpu", True) if kind is Faultless else ("reference", False))
+    assert (built.info.attention.backend, is_early) == (
+        ("gpu", True) if kind is faulty_backends.Faultless else ("reference", False)
+    )
     assert serve_all(warm_engine(built, report), [REQUEST]).tokens == [expected]
 
 
@@ -220,7 +212,7 @@ def test_a_hang_that_no_other_form_can_replace_ends_the_start(settings, tmp_path
 def test_a_form_is_tested_here_where_no_second_process_can_use_the_device(settings):
     """As with a GPU in compute mode EXCLUSIVE_PROCESS: the child has no device, and the kernels are not blamed."""
     no_device = replace(settings, device="cuda")  # there is none: a child cannot start on it
-    chosen = choose_with_fallback(NoNumbers, no_device)
+    chosen = faulty_backends.choose_with_fallback(faulty_backends.NoNumbers, no_device)
     assert chosen.info.failures["gpu"].startswith(f"failed its self-test: {MIXED}: a chunk of 2 tokens")
 
 
@@ -228,7 +220,9 @@ def test_a_daemonic_process_tests_by_itself(settings):
     """It may not have children, and a start in it must not fail for that."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=send_choice, args=(sender, NoNumbers, settings), daemon=True)
+    process = context.Process(
+        target=faulty_backends.send_choice, args=(sender, faulty_backends.NoNumbers, settings), daemon=True
+    )
     process.start()
     sender.close()
     assert receiver.recv()["gpu"].endswith("is wrong: not a number")

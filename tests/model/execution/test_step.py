@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 
 from batcher.request import MAX_LOGPROBS, SamplingParams
 from batcher.step import Bucket, Variant
-from model.execution.step import (
-    HISTORY_BLOCK,
-    history_blocks,
-    reset_history,
-    run_model,
-)
+from model.execution import step
 from model.loading.weights import random_weights
 from model.network.packed import pack_for_cpu
 from model.sampling import sampling
@@ -273,14 +268,14 @@ def test_nan_weights_are_reported_row_by_row():
 # The pieces
 
 
-@pytest.mark.parametrize("num_prompt", [0, 1, HISTORY_BLOCK, HISTORY_BLOCK + 3])
-@pytest.mark.parametrize("num_output", [0, 1, HISTORY_BLOCK, 2 * HISTORY_BLOCK + 5])
+@pytest.mark.parametrize("num_prompt", [0, 1, step.HISTORY_BLOCK, step.HISTORY_BLOCK + 3])
+@pytest.mark.parametrize("num_output", [0, 1, step.HISTORY_BLOCK, 2 * step.HISTORY_BLOCK + 5])
 def test_a_history_of_any_length_is_counted(num_prompt, num_output):
     vocab, slot = 11, 1
     rng = np.random.default_rng(num_prompt + num_output)
     prompt, output = (rng.integers(0, vocab - 2, n).astype(np.int32) for n in (num_prompt, num_output))
     history = np.full((2, vocab), 5, np.int32)
-    for block in history_blocks(slot, prompt, output, vocab):
+    for block in step.history_blocks(slot, prompt, output, vocab):
         history = _reset(history, block)
     expected = np.bincount(output, minlength=vocab)
     expected[np.unique(prompt)] += sampling.IN_PROMPT
@@ -288,7 +283,7 @@ def test_a_history_of_any_length_is_counted(num_prompt, num_output):
     np.testing.assert_array_equal(history[0], 5)
 
 
-_reset = jax.jit(partial(reset_history, mesh=None))
+_reset = jax.jit(partial(step.reset_history, mesh=None))
 
 
 def test_on_a_cpu_padding_stays_zero_in_every_layer():
@@ -309,7 +304,7 @@ def test_on_a_cpu_padding_stays_zero_in_every_layer():
 
     def hidden(count: int) -> np.ndarray:
         kv = [jnp.zeros((2, 3, 2, 16, 16)) for _ in range(config.num_layers)]
-        found, _, tapped = run_model(
+        found, _, tapped = step.run_model(
             network, tokens[:count], positions[:count], kv, [None] * config.num_layers, attention, batch, taps=(0, 1)
         )
         assert not any(np.any(x[num_real:]) for x in (found, *tapped))

@@ -32,14 +32,6 @@ from pallas_kernels.gpu.parts import MERGE_PARTS, Parts
 from pallas_kernels.spec import AttentionSpec
 from tests.pallas_kernels.dense import Row, make_case
 from tests.pallas_kernels.gpu import interpreted
-from tests.pallas_kernels.gpu.interpreted import (
-    AMPERE,
-    BLACKWELL,
-    HOPPER,
-    ONE_HOPPER,
-    Findings,
-    compiled_step,
-)
 
 SPEC = AttentionSpec(
     num_query_heads=2, num_kv_heads=1, head_dim=64, page_size=64, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16
@@ -60,14 +52,14 @@ SHORT_PREFILL = [Row(query_len=24, kv_len=40)]
 class Fault:
     rows: list[Row]
     patches: dict[tuple[Any, str], Any]  # (module or class, attribute): what takes its place
-    gpu: Gpu = HOPPER
+    gpu: Gpu = interpreted.HOPPER
     spec: AttentionSpec = SPEC
     parts: Parts | None = None  # how rows are cut, instead of the chip's own way
 
 
-def findings(fault: Fault) -> Findings:
+def findings(fault: Fault) -> interpreted.Findings:
     """What the harness sees. A fault that stops the interpreter is seen as well."""
-    compiled_step.cache_clear()
+    interpreted.compiled_step.cache_clear()
     decode_only = fault.rows in (DECODE, MANY_ITEMS)
     num_tokens = sum(row.query_len for row in fault.rows)
     case = make_case(fault.spec, fault.rows, num_tokens=num_tokens, num_rows=2, pages_per_seq=10)
@@ -77,10 +69,10 @@ def findings(fault: Fault) -> Findings:
             patch.start()
         return interpreted.run(case, fault.gpu, decode_only=decode_only, parts=fault.parts)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        return Findings(stopped=str(error))
+        return interpreted.Findings(stopped=str(error))
     finally:
         mock.patch.stopall()
-        compiled_step.cache_clear()
+        interpreted.compiled_step.cache_clear()
 
 
 def advance_without_waiting(self, i):
@@ -190,14 +182,14 @@ def without_waits_at(barrier: str) -> dict[tuple[Any, str], Any]:
 
 NO_FAULT = {
     "none, decode": Fault(DECODE, {}),
-    "none, cp.async": Fault(DECODE, {}, AMPERE),
+    "none, cp.async": Fault(DECODE, {}, interpreted.AMPERE),
     "none, prefill": Fault(PREFILL, {}),
-    "none, prefill by mma": Fault(PREFILL, {}, BLACKWELL),
+    "none, prefill by mma": Fault(PREFILL, {}, interpreted.BLACKWELL),
     "none, decode and prefill in parts": Fault(BOTH, {}, parts=IN_PARTS),
 }
 FAULTS = {
     "no wait": Fault(DECODE, {(ring.Ring, "advance"): advance_without_waiting}),
-    "no wait, cp.async": Fault(DECODE, {(ring.Ring, "advance"): advance_without_waiting}, AMPERE),
+    "no wait, cp.async": Fault(DECODE, {(ring.Ring, "advance"): advance_without_waiting}, interpreted.AMPERE),
     "wrong block": Fault(DECODE, {(ring.Source, "parts"): parts_of_the_next_block}),
     "part lost": Fault(DECODE, {(combine, "combine"): without_the_last_part}),
     "parts of prefill not merged": Fault(BOTH, {(combine, "combine"): of_one_kernel_only}, parts=IN_PARTS),
@@ -205,12 +197,12 @@ FAULTS = {
     "no mask": Fault(SHORT_PREFILL, {(prefill_tile, "causal_mask"): everything_visible}),
     "wrong queries": Fault(SHORT_PREFILL, {(prefill_tile, "load_queries"): queries_of_later_tokens}),
     "no fence": Fault(SHORT_PREFILL, without_fences_in(prefill_hopper)),
-    "no fence in the ring": Fault(DECODE, without_fences_in(ring), ONE_HOPPER),
+    "no fence in the ring": Fault(DECODE, without_fences_in(ring), interpreted.ONE_HOPPER),
     # In a run long enough to come round the ring: a tile of the mma kernel's.
     "refilled too early": Fault(
         PREFILL,
         {(ring.Ring, "fill"): fill_every_slot, (ring.Ring, "advance"): refill_the_slot_in_use},
-        BLACKWELL,
+        interpreted.BLACKWELL,
     ),
     "keys released while they are multiplied": Fault(
         PREFILL,
@@ -224,7 +216,7 @@ FAULTS = {
 }
 MAY_HANG = {
     "slots counted anew in each item": Fault(
-        MANY_ITEMS, {(ring.Ring, "_slot"): without_the_runs_before}, ONE_HOPPER, TWO_KV_HEADS
+        MANY_ITEMS, {(ring.Ring, "_slot"): without_the_runs_before}, interpreted.ONE_HOPPER, TWO_KV_HEADS
     ),
     **{f"no wait at {name}": Fault(PREFILL, without_waits_at(name)) for name in ("arrived", "met", "q_arrived")},
 }

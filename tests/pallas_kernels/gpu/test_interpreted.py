@@ -12,23 +12,7 @@ from pallas_kernels.gpu import attention, combine, device, tile_list
 from pallas_kernels.gpu.parts import Parts
 from pallas_kernels.spec import AttentionSpec
 from tests.pallas_kernels.dense import Case, Row, make_case
-from tests.pallas_kernels.gpu.interpreted import (
-    ADA,
-    AMPERE,
-    BLACKWELL,
-    HOPPER,
-    ONE_BLACKWELL,
-    ONE_HOPPER,
-    TOLERANCE,
-    Findings,
-    compiled_step,
-    decode_rounds,
-    longest_decode_item,
-    metadata_of,
-    outputs,
-    prefill_rounds,
-    run,
-)
+from tests.pallas_kernels.gpu import interpreted
 
 FP8 = jnp.float8_e4m3fn
 
@@ -58,7 +42,7 @@ def test_decode_with_splits_and_padding_rows(heads, head_dim, page_size):
         num_rows=4,
         pages_per_seq=-(-300 // page_size),
     )
-    assert run(case, decode_only=True) == Findings()
+    assert interpreted.run(case, decode_only=True) == interpreted.Findings()
 
 
 @pytest.mark.parametrize(
@@ -68,18 +52,18 @@ def test_a_cta_takes_many_items_one_after_the_other(heads, kv_lens, rounds):
     """Items of one block to eight; the first block of each is copied during the last of the one before."""
     rows = decodes(*(kv_len for kv_len in kv_lens if kv_len))
     case = make_case(spec(heads), rows, num_tokens=len(kv_lens), num_rows=len(kv_lens), pages_per_seq=8)
-    assert decode_rounds(case, ONE_HOPPER) == rounds
-    assert longest_decode_item(case, ONE_HOPPER) == 8
-    assert run(case, ONE_HOPPER, decode_only=True) == Findings()
+    assert interpreted.decode_rounds(case, interpreted.ONE_HOPPER) == rounds
+    assert interpreted.longest_decode_item(case, interpreted.ONE_HOPPER) == 8
+    assert interpreted.run(case, interpreted.ONE_HOPPER, decode_only=True) == interpreted.Findings()
 
 
 @pytest.mark.parametrize(
     ("gpu", "heads", "head_dim", "page_size"),
     [
-        (HOPPER, (4, 1), 128, 64),
-        (HOPPER, (16, 1), 64, 32),
-        (BLACKWELL, (3, 1), 64, 16),
-        (BLACKWELL, (8, 1), 128, 128),
+        (interpreted.HOPPER, (4, 1), 128, 64),
+        (interpreted.HOPPER, (16, 1), 64, 32),
+        (interpreted.BLACKWELL, (3, 1), 64, 16),
+        (interpreted.BLACKWELL, (8, 1), 128, 128),
     ],
 )
 def test_mixed_step(gpu, heads, head_dim, page_size):
@@ -87,7 +71,7 @@ def test_mixed_step(gpu, heads, head_dim, page_size):
     case = make_case(
         spec(heads, head_dim, page_size), rows, num_tokens=32, num_rows=4, pages_per_seq=-(-150 // page_size)
     )
-    assert run(case, gpu) == Findings()
+    assert interpreted.run(case, gpu) == interpreted.Findings()
 
 
 def chunks(*lens: tuple[int, int]) -> list[Row]:
@@ -97,34 +81,34 @@ def chunks(*lens: tuple[int, int]) -> list[Row]:
 @pytest.mark.parametrize(
     ("gpu", "heads", "rows", "num_tokens", "rounds"),
     [
-        (ONE_BLACKWELL, (8, 1), [*decodes(70, 5), *chunks((2, 150), (8, 8))], 24, 3),
-        (ONE_HOPPER, (8, 1), chunks((3, 70), (4, 4), (5, 200), (2, 2)), 24, 5),
-        (ONE_HOPPER, (12, 1), [*decodes(33), *chunks((8, 130), (5, 5))], 24, 6),
-        (ONE_BLACKWELL, (16, 1), [*decodes(200), *chunks((6, 140), (8, 20))], 32, 6),
+        (interpreted.ONE_BLACKWELL, (8, 1), [*decodes(70, 5), *chunks((2, 150), (8, 8))], 24, 3),
+        (interpreted.ONE_HOPPER, (8, 1), chunks((3, 70), (4, 4), (5, 200), (2, 2)), 24, 5),
+        (interpreted.ONE_HOPPER, (12, 1), [*decodes(33), *chunks((8, 130), (5, 5))], 24, 6),
+        (interpreted.ONE_BLACKWELL, (16, 1), [*decodes(200), *chunks((6, 140), (8, 20))], 32, 6),
     ],
 )
 def test_a_cta_takes_many_tiles_one_after_the_other(gpu, heads, rows, num_tokens, rounds):
     case = make_case(spec(heads), rows, num_tokens=num_tokens, num_rows=4, pages_per_seq=4)
-    assert prefill_rounds(case, gpu) == rounds
-    assert run(case, gpu) == Findings()
+    assert interpreted.prefill_rounds(case, gpu) == rounds
+    assert interpreted.run(case, gpu) == interpreted.Findings()
 
 
 def test_float16_and_a_later_layer_of_a_shared_pool():
     rows = [*decodes(20), Row(query_len=5, kv_len=40)]
     case = make_case(spec(dtype=jnp.float16), rows, num_tokens=16, num_rows=2, pages_per_seq=1)
-    assert run(case, BLACKWELL, first_page=5) == Findings()
+    assert interpreted.run(case, interpreted.BLACKWELL, first_page=5) == interpreted.Findings()
 
 
 def test_an_empty_step_is_finite_and_writes_nothing():
     case = make_case(spec(), [], num_tokens=16, num_rows=2, pages_per_seq=3)
-    assert run(case, HOPPER) == Findings()
+    assert interpreted.run(case, interpreted.HOPPER) == interpreted.Findings()
 
 
 BY_THREADS = {
-    "bfloat16": (AMPERE, (4, 1), 128, 64, None),
-    "int8, one page a copy": (AMPERE, (4, 1), 64, 16, jnp.int8),
-    "fp8, blocks in a page": (ADA, (8, 1), 128, 128, FP8),
-    "a group in two tiles": (ADA, (12, 1), 64, 32, None),
+    "bfloat16": (interpreted.AMPERE, (4, 1), 128, 64, None),
+    "int8, one page a copy": (interpreted.AMPERE, (4, 1), 64, 16, jnp.int8),
+    "fp8, blocks in a page": (interpreted.ADA, (8, 1), 128, 128, FP8),
+    "a group in two tiles": (interpreted.ADA, (12, 1), 64, 32, None),
 }
 
 
@@ -134,15 +118,17 @@ def test_a_mixed_step_whose_threads_copy(gpu, heads, head_dim, page_size, kv_dty
     rows = [*decodes(70, 9), *chunks((19, 300), (3, 3))]
     kind = spec(heads, head_dim, page_size, kv_dtype=kv_dtype)
     case = make_case(kind, rows, num_tokens=48, num_rows=4, pages_per_seq=-(-300 // page_size))
-    assert run(case, gpu, first_page=3) == Findings()
+    assert interpreted.run(case, gpu, first_page=3) == interpreted.Findings()
 
 
-@pytest.mark.parametrize(("gpu", "kv_dtype"), [(AMPERE, None), (AMPERE, jnp.int8), (ADA, FP8)])
+@pytest.mark.parametrize(
+    ("gpu", "kv_dtype"), [(interpreted.AMPERE, None), (interpreted.AMPERE, jnp.int8), (interpreted.ADA, FP8)]
+)
 def test_decodes_in_parts_whose_threads_copy(gpu, kv_dtype):
     rows = decodes(1, 700, 65)
     case = make_case(spec((8, 2), 128, 16, kv_dtype=kv_dtype), rows, num_tokens=4, num_rows=4, pages_per_seq=44)
-    assert metadata_of(case, gpu, decode_only=True).decode.num_merges.tolist()[0] == 1
-    assert run(case, gpu, decode_only=True) == Findings()
+    assert interpreted.metadata_of(case, gpu, decode_only=True).decode.num_merges.tolist()[0] == 1
+    assert interpreted.run(case, gpu, decode_only=True) == interpreted.Findings()
 
 
 def test_a_scale_that_is_no_number_spoils_its_own_head_only():
@@ -151,18 +137,18 @@ def test_a_scale_that_is_no_number_spoils_its_own_head_only():
     )
     clean = case.expected()[:, :4]
     case.kv_scales[0, 1] = np.nan
-    output = outputs(case, HOPPER, decode_only=True)[0][:3].astype(np.float64)
-    assert np.abs(output[:, :4] - clean).max() < TOLERANCE
+    output = interpreted.outputs(case, interpreted.HOPPER, decode_only=True)[0][:3].astype(np.float64)
+    assert np.abs(output[:, :4] - clean).max() < interpreted.TOLERANCE
     assert np.isnan(output[:, 4:]).all()
 
 
 @pytest.mark.parametrize(
     ("gpu", "heads", "head_dim", "page_size", "kv_dtype"),
     [
-        (HOPPER, (8, 2), 128, 64, FP8),
-        (ONE_HOPPER, (16, 1), 64, 32, jnp.int8),
-        (BLACKWELL, (4, 1), 64, 16, FP8),
-        (ONE_BLACKWELL, (8, 1), 128, 128, jnp.int8),
+        (interpreted.HOPPER, (8, 2), 128, 64, FP8),
+        (interpreted.ONE_HOPPER, (16, 1), 64, 32, jnp.int8),
+        (interpreted.BLACKWELL, (4, 1), 64, 16, FP8),
+        (interpreted.ONE_BLACKWELL, (8, 1), 128, 128, jnp.int8),
     ],
     ids=["wgmma, 8b", "wgmma, one multiprocessor", "mma, 1b", "mma, 70b/8"],
 )
@@ -175,27 +161,27 @@ def test_a_mixed_step_over_pages_of_8_bits(gpu, heads, head_dim, page_size, kv_d
         num_rows=4,
         pages_per_seq=-(-300 // page_size),
     )
-    assert run(case, gpu, first_page=3) == Findings()
+    assert interpreted.run(case, gpu, first_page=3) == interpreted.Findings()
 
 
 def test_short_chunks_on_long_contexts_are_cut_into_parts():
     """A few queries, and the tail of a prompt whose tokens are in two tiles; a short row stays whole."""
     rows = [*decodes(70), *chunks((4, 1100), (32, 1300), (3, 100))]
     case = make_case(spec((2, 1)), rows, num_tokens=40, num_rows=4, pages_per_seq=21)
-    assert rows_cut(case, BLACKWELL) == {1, 2}
-    assert run(case, BLACKWELL) == Findings()
+    assert rows_cut(case, interpreted.BLACKWELL) == {1, 2}
+    assert interpreted.run(case, interpreted.BLACKWELL) == interpreted.Findings()
 
 
 def test_a_step_of_spec_decode_needs_no_decode_kernel():
     """Rows of a few queries, and of one; the longest is cut."""
     rows = [*decodes(70, 2100), *chunks((4, 2100), (3, 100))]
     case = make_case(spec((2, 1)), rows, num_tokens=16, num_rows=4, pages_per_seq=33)
-    assert rows_cut(case, HOPPER, spec_decode=True) == {1, 2}
-    assert run(case, HOPPER, spec_decode=True) == Findings()
+    assert rows_cut(case, interpreted.HOPPER, spec_decode=True) == {1, 2}
+    assert interpreted.run(case, interpreted.HOPPER, spec_decode=True) == interpreted.Findings()
 
 
 def rows_cut(case: Case, gpu: device.Gpu, *, spec_decode: bool = False) -> set[int]:
-    tiles = metadata_of(case, gpu, decode_only=False, spec_decode=spec_decode).prefill.tiles
+    tiles = interpreted.metadata_of(case, gpu, decode_only=False, spec_decode=spec_decode).prefill.tiles
     return set(tiles[tiles[:, tile_list.TILE_PART] >= 0, tile_list.TILE_ROW].tolist())
 
 
@@ -211,8 +197,8 @@ def test_a_row_that_is_cut_has_the_same_bits_in_any_company(mine):
         for x in (case.queries, case.keys, case.values):
             x[begin : case.num_real_tokens] = rng.standard_normal(x[begin : case.num_real_tokens].shape)
         case.history[len(others)] = tuple(rng.standard_normal(x.shape).astype(x.dtype) for x in case.history[-1])
-        assert run(case, HOPPER, parts=CUT) == Findings()
-        output, _ = outputs(case, HOPPER, parts=CUT)
+        assert interpreted.run(case, interpreted.HOPPER, parts=CUT) == interpreted.Findings()
+        output, _ = interpreted.outputs(case, interpreted.HOPPER, parts=CUT)
         found.append(output[begin : case.num_real_tokens].view(np.uint16))
     np.testing.assert_array_equal(*found)
 
@@ -223,14 +209,14 @@ def test_one_head_at_a_time_is_merged_to_the_same_bits(monkeypatch):
         make_case(spec((4, 1)), decodes(620, *others), num_tokens=4, num_rows=4, pages_per_seq=10)
         for others in ([], [300, 200, 400])
     ]
-    together = [outputs(case, HOPPER, decode_only=True)[0] for case in cases]
+    together = [interpreted.outputs(case, interpreted.HOPPER, decode_only=True)[0] for case in cases]
     monkeypatch.setattr(combine, "MAX_TRIPS", 0)
-    compiled_step.cache_clear()
+    interpreted.compiled_step.cache_clear()
     apart = []
     for case in cases:
-        assert run(case, HOPPER, decode_only=True) == Findings()
-        apart.append(outputs(case, HOPPER, decode_only=True)[0])
-    compiled_step.cache_clear()
+        assert interpreted.run(case, interpreted.HOPPER, decode_only=True) == interpreted.Findings()
+        apart.append(interpreted.outputs(case, interpreted.HOPPER, decode_only=True)[0])
+    interpreted.compiled_step.cache_clear()
     np.testing.assert_array_equal(np.stack(together).view(np.uint16), np.stack(apart).view(np.uint16))
 
 
@@ -254,7 +240,7 @@ def ragged_rows(draw) -> list[Row]:
 
 @pytest.mark.parametrize(
     ("gpu", "kv_dtype"),
-    [(HOPPER, None), (HOPPER, FP8), (BLACKWELL, None), (ADA, FP8)],
+    [(interpreted.HOPPER, None), (interpreted.HOPPER, FP8), (interpreted.BLACKWELL, None), (interpreted.ADA, FP8)],
     ids=["wgmma", "wgmma, fp8", "mma", "mma, cp.async, fp8"],
 )
 def test_random_ragged_batches_equal_dense_attention(gpu, kv_dtype):
@@ -262,7 +248,7 @@ def test_random_ragged_batches_equal_dense_attention(gpu, kv_dtype):
     @given(rows=ragged_rows(), seed=st.integers(0, 1000))
     def check(rows, seed):
         case = make_case(spec((2, 1), 64, 16, kv_dtype=kv_dtype), rows, **SHAPE, num_pages=NUM_PAGES, seed=seed)
-        assert run(case, gpu, parts=CUT) == Findings()
+        assert interpreted.run(case, gpu, parts=CUT) == interpreted.Findings()
 
     check()
 

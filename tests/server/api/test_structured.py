@@ -10,13 +10,8 @@ import pytest
 
 from server.api.request.grammars import MAX_BYTES, asked_constraint, compiled
 from server.api.request.schemas import ChatRequest, CompletionRequest
+from server.grammar import forms
 from server.grammar.checker import GrammarChecker
-from server.grammar.forms import (
-    choice_grammar,
-    json_schema_grammar,
-    lark_grammar,
-    regex_grammar,
-)
 from server.grammar.structural_tags import structural_tag_grammar
 from server.http.request_error import RequestError
 from tests.server.support.requests import CHAT
@@ -51,21 +46,21 @@ def grammar_of(body: dict[str, object], kind: type = ChatRequest) -> str | None:
         ({}, None),
         ({"response_format": None, "guided_json": None, "structured_outputs": None}, None),
         ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, json_schema_grammar({"type": "object"})),
-        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, json_schema_grammar(SCHEMA)),
-        ({"response_format": FORMAT}, json_schema_grammar(SCHEMA)),
+        ({"response_format": {"type": "json_object"}}, forms.json_schema_grammar({"type": "object"})),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, forms.json_schema_grammar(SCHEMA)),
+        ({"response_format": FORMAT}, forms.json_schema_grammar(SCHEMA)),
         ({"response_format": {"type": "structural_tag", **TAG}}, structural_tag_grammar(TAG).text),
         ({"response_format": {"type": "structural_tag", **NEW_TAG}}, structural_tag_grammar(NEW_TAG).text),
-        ({"guided_json": SCHEMA}, json_schema_grammar(SCHEMA)),
-        ({"guided_json": json.dumps(SCHEMA)}, json_schema_grammar(SCHEMA)),
-        ({"guided_regex": "a+"}, regex_grammar("a+")),
-        ({"guided_choice": ["a", "b"]}, choice_grammar(["a", "b"])),
-        ({"guided_grammar": 'start: "a"'}, lark_grammar('start: "a"')),
-        ({"structured_outputs": {"json": SCHEMA}}, json_schema_grammar(SCHEMA)),
-        ({"structured_outputs": {"json_object": True}}, json_schema_grammar({"type": "object"})),
-        ({"structured_outputs": {"regex": "a+", "choice": None}}, regex_grammar("a+")),
-        ({"structured_outputs": {"choice": ["a"]}}, choice_grammar(["a"])),
-        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, lark_grammar('root ::= "a"')),
+        ({"guided_json": SCHEMA}, forms.json_schema_grammar(SCHEMA)),
+        ({"guided_json": json.dumps(SCHEMA)}, forms.json_schema_grammar(SCHEMA)),
+        ({"guided_regex": "a+"}, forms.regex_grammar("a+")),
+        ({"guided_choice": ["a", "b"]}, forms.choice_grammar(["a", "b"])),
+        ({"guided_grammar": 'start: "a"'}, forms.lark_grammar('start: "a"')),
+        ({"structured_outputs": {"json": SCHEMA}}, forms.json_schema_grammar(SCHEMA)),
+        ({"structured_outputs": {"json_object": True}}, forms.json_schema_grammar({"type": "object"})),
+        ({"structured_outputs": {"regex": "a+", "choice": None}}, forms.regex_grammar("a+")),
+        ({"structured_outputs": {"choice": ["a"]}}, forms.choice_grammar(["a"])),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, forms.lark_grammar('root ::= "a"')),
         ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, structural_tag_grammar(TAG).text),
         ({"structured_outputs": {"structural_tag": NEW_TAG}}, structural_tag_grammar(NEW_TAG).text),
     ],

@@ -7,50 +7,39 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine import wire
-from server.engine.routing import (
-    BLOCK_TOKENS,
-    FINE_TOKENS,
-    MISSING_WEIGHT,
-    MOST_AHEAD,
-    REQUEST_TOKENS,
-    TICK_S,
-    TIMES_LEAST,
-    Route,
-    Router,
-)
+from server.engine import routing, wire
 from server.shared_counts import Load, PrefixTable, SharedCounts
 from tests.examples import examples
 
-SYSTEM = list(range(3 * BLOCK_TOKENS))
+SYSTEM = list(range(3 * routing.BLOCK_TOKENS))
 IDLE = Load(0, 0)
 
 
-def route(router: Router, prompt: Sequence[int], *loads: Load | int, salt: int = 0) -> Route:
+def route(router: routing.Router, prompt: Sequence[int], *loads: Load | int, salt: int = 0) -> routing.Route:
     """A load may be the number of open requests alone."""
     given = {i: load if isinstance(load, Load) else Load(load, 0) for i, load in enumerate(loads)}
     return router.choose(wire.packed(prompt), salt, given)
 
 
-def choose(router: Router, prompt: Sequence[int], *loads: Load | int, salt: int = 0) -> int:
+def choose(router: routing.Router, prompt: Sequence[int], *loads: Load | int, salt: int = 0) -> int:
     return route(router, prompt, *loads, salt=salt).engine
 
 
 def test_an_unknown_prompt_goes_to_the_least_loaded():
-    assert choose(Router(), SYSTEM, 3, 1, 2) == 1
+    assert choose(routing.Router(), SYSTEM, 3, 1, 2) == 1
 
 
 def test_tokens_that_wait_are_a_load():
-    assert choose(Router(), SYSTEM, Load(1, 5000), Load(3, 0)) == 1
+    assert choose(routing.Router(), SYSTEM, Load(1, 5000), Load(3, 0)) == 1
 
 
 def test_idle_engines_get_new_prompts_in_turns():
-    router = Router()
+    router = routing.Router()
     assert {choose(router, [number] * 100, 0, 0, 0) for number in range(3)} == {0, 1, 2}
 
 
 def test_the_next_turn_of_a_chat_goes_where_the_first_went():
-    router = Router()
+    router = routing.Router()
     assert choose(router, SYSTEM + [1] * 70, 1, 0) == 1
     assert choose(router, SYSTEM + [2] * 70, 0, 1) == 1  # the same system prompt
     assert choose(router, SYSTEM + [1] * 200, 0, 5) == 1
@@ -58,40 +47,42 @@ def test_the_next_turn_of_a_chat_goes_where_the_first_went():
 
 
 def test_the_longest_beginning_decides():
-    router = Router()
+    router = routing.Router()
     choose(router, SYSTEM, 0, 1)
-    choose(router, SYSTEM + [1] * BLOCK_TOKENS, MOST_AHEAD + 1, 0)  # the first engine is busy
-    longer = route(router, SYSTEM + [1] * 2 * BLOCK_TOKENS, 0, 0)
-    assert (longer.engine, longer.num_known, longer.num_missing) == (1, 4 * BLOCK_TOKENS, BLOCK_TOKENS)
+    choose(router, SYSTEM + [1] * routing.BLOCK_TOKENS, routing.MOST_AHEAD + 1, 0)  # the first engine is busy
+    longer = route(router, SYSTEM + [1] * 2 * routing.BLOCK_TOKENS, 0, 0)
+    assert (longer.engine, longer.num_known, longer.num_missing) == (1, 4 * routing.BLOCK_TOKENS, routing.BLOCK_TOKENS)
 
 
 def test_what_an_engine_knows_is_weighed_against_its_queue():
     def chosen(queued: int) -> int:
-        router = Router()
+        router = routing.Router()
         assert choose(router, SYSTEM, 0, 1) == 0
         return choose(router, SYSTEM, Load(0, queued), IDLE)
 
-    worth = MISSING_WEIGHT * len(SYSTEM)
+    worth = routing.MISSING_WEIGHT * len(SYSTEM)
     assert (chosen(worth - 1), chosen(worth + 1)) == (0, 1)
 
 
 def test_a_busy_engine_gets_no_more_of_what_it_knows():
-    router = Router()
-    prompt = list(range(100 * BLOCK_TOKENS))
+    router = routing.Router()
+    prompt = list(range(100 * routing.BLOCK_TOKENS))
     choose(router, prompt, 0, 0)
     for least in (0, 1, 30):
-        limit = TIMES_LEAST * least + MOST_AHEAD
+        limit = routing.TIMES_LEAST * least + routing.MOST_AHEAD
         assert choose(router, prompt, limit, least) == 0
-        assert choose(Router(), prompt, limit + 1, least) == 1
+        assert choose(routing.Router(), prompt, limit + 1, least) == 1
 
 
 def test_a_system_prompt_that_all_requests_have_is_no_hot_spot():
-    router = Router()
+    router = routing.Router()
     loads = [0, 0, 0]
     for number in range(90):
         loads[choose(router, list(range(2000)) + [number] * 64, *loads)] += 1
-    assert max(loads) - min(loads) <= MOST_AHEAD + 1
-    assert MISSING_WEIGHT * 64 < REQUEST_TOKENS * (MOST_AHEAD + 1)  # it is the cost that spreads them
+    assert max(loads) - min(loads) <= routing.MOST_AHEAD + 1
+    assert routing.MISSING_WEIGHT * 64 < routing.REQUEST_TOKENS * (
+        routing.MOST_AHEAD + 1
+    )  # it is the cost that spreads them
 
 
 @settings(max_examples=examples(100))
@@ -100,8 +91,8 @@ def test_no_history_sends_a_request_to_an_engine_beyond_the_bound(data: st.DataO
     """Requests come, are answered with any number of cached tokens, and end, in any order."""
     num_engines = data.draw(st.integers(1, 5))
     now = 0.0
-    router = Router(clock=lambda: now)
-    waiting: list[Route] = []
+    router = routing.Router(clock=lambda: now)
+    waiting: list[routing.Route] = []
     loads = [0] * num_engines
     for _ in range(data.draw(st.integers(1, 60))):
         now += data.draw(st.sampled_from((0.0, 0.1, 10.0)))
@@ -110,7 +101,7 @@ def test_no_history_sends_a_request_to_an_engine_beyond_the_bound(data: st.DataO
                 prompt = SYSTEM * data.draw(st.integers(1, 3)) + [data.draw(st.integers(0, 2))] * 64
                 queued = [data.draw(st.integers(0, 500)) for _ in loads]
                 sent = route(router, prompt, *map(Load, loads, queued))
-                assert loads[sent.engine] <= TIMES_LEAST * min(loads) + MOST_AHEAD
+                assert loads[sent.engine] <= routing.TIMES_LEAST * min(loads) + routing.MOST_AHEAD
                 assert 0 <= sent.num_known <= sent.num_prompt == len(prompt)
                 loads[sent.engine] += 1
                 waiting.append(sent)
@@ -124,7 +115,7 @@ def test_no_history_sends_a_request_to_an_engine_beyond_the_bound(data: st.DataO
 
 
 def test_short_prompts_count_whole():
-    router = Router()
+    router = routing.Router()
     assert choose(router, [1, 2], 1, 0) == 1
     assert choose(router, [1, 2], 0, 0) == 1
     assert choose(router, [1, 2, 3], 0, 1) == 0
@@ -132,8 +123,8 @@ def test_short_prompts_count_whole():
 
 def test_long_prompts_are_known_to_a_third_and_cost_few_digests():
     """And what differs behind any of their blocks shares the blocks before."""
-    for length in (FINE_TOKENS, FINE_TOKENS + 1, 5000, 32_000, 131_072, 10**6):
-        router = Router()
+    for length in (routing.FINE_TOKENS, routing.FINE_TOKENS + 1, 5000, 32_000, 131_072, 10**6):
+        router = routing.Router()
         sent = route(router, range(length), 0, 0)
         ends = [tokens for tokens, _ in sent.beginnings]
         assert len(ends) <= (48 if length <= 131_072 else 56)
@@ -162,20 +153,20 @@ def test_the_work_hardly_grows_with_the_prompt(monkeypatch):
             return hashed.to_bytes(8)
 
     monkeypatch.setattr("server.engine.routing.blake2b", Counted)
-    route(Router(), range(131_072), 0, 0)
-    assert 4 * FINE_TOKENS <= hashed <= 1.5 * 4 * FINE_TOKENS
+    route(routing.Router(), range(131_072), 0, 0)
+    assert 4 * routing.FINE_TOKENS <= hashed <= 1.5 * 4 * routing.FINE_TOKENS
 
 
 def test_what_was_not_found_is_forgotten_with_all_that_was_used_before():
     now = 0.0
-    router = Router(clock=lambda: now)
+    router = routing.Router(clock=lambda: now)
     prompts = [[number] * 300 for number in range(4)]
     for prompt in prompts:  # all on engine 0, in this order
         router.learn(route(router, prompt, 0, 50), 0)
-        now += TICK_S
+        now += routing.TICK_S
     longer = prompts[0] + [9] * 300
     router.learn(route(router, longer, 0, 50), 0)  # its beginning, which the engine had first, is there no more
-    now += TICK_S
+    now += routing.TICK_S
     assert [route(router, prompt, 0, 0).num_known for prompt in prompts] == [
         256
     ] * 4  # it came back with the longer one
@@ -186,21 +177,23 @@ def test_what_was_not_found_is_forgotten_with_all_that_was_used_before():
 
 def test_extensions_of_a_beginning_that_was_evicted_are_forgotten():
     now = 0.0
-    router = Router(clock=lambda: now)
+    router = routing.Router(clock=lambda: now)
     longer = SYSTEM + [1] * 128
     router.learn(route(router, longer, 0, 50), 0)
-    now += TICK_S
-    router.learn(route(router, SYSTEM, 0, 50), len(SYSTEM) - BLOCK_TOKENS)  # used later: the end of `longer` was not
-    now += TICK_S
+    now += routing.TICK_S
+    router.learn(
+        route(router, SYSTEM, 0, 50), len(SYSTEM) - routing.BLOCK_TOKENS
+    )  # used later: the end of `longer` was not
+    now += routing.TICK_S
     router.learn(route(router, SYSTEM, 0, 50), 0)
     assert route(router, longer, 0, 50).num_known == len(SYSTEM)
 
 
 def test_a_beginning_that_is_being_computed_is_no_loss_if_it_is_not_found():
     now = 0.0
-    router = Router(clock=lambda: now)
+    router = routing.Router(clock=lambda: now)
     router.learn(route(router, [5] * 300, 0, 50), 0)
-    now += TICK_S
+    now += routing.TICK_S
     first, second = route(router, SYSTEM, 0, 50), route(router, SYSTEM, 0, 50)
     assert second.num_known == len(SYSTEM)
     router.learn(first, 0)
@@ -210,17 +203,17 @@ def test_a_beginning_that_is_being_computed_is_no_loss_if_it_is_not_found():
 
 def test_full_pages_alone_can_be_found():
     now = 0.0
-    router = Router(page_size=128, clock=lambda: now)
+    router = routing.Router(page_size=128, clock=lambda: now)
     router.learn(route(router, [5] * 300, 0, 50), 0)
-    now += TICK_S
+    now += routing.TICK_S
     router.learn(route(router, SYSTEM, 0, 50), 0)
-    now += TICK_S
+    now += routing.TICK_S
     router.learn(route(router, SYSTEM, 0, 50), 128)  # of 192
     assert route(router, [5] * 300, 0, 50).num_known == 256
 
 
 def test_engines_without_a_prefix_cache_are_chosen_by_their_loads():
-    router = Router(page_size=0)
+    router = routing.Router(page_size=0)
     router.learn(route(router, SYSTEM, 0, 1), 0)
     assert route(router, SYSTEM, 1, 0).engine == 1
 
@@ -228,13 +221,13 @@ def test_engines_without_a_prefix_cache_are_chosen_by_their_loads():
 def test_processes_that_share_their_memory_choose_as_one():
     counts = SharedCounts.made(2, 2, 0)
     now = 0.0
-    first, second = (Router(PrefixTable(counts), clock=lambda: now) for _ in range(2))
+    first, second = (routing.Router(PrefixTable(counts), clock=lambda: now) for _ in range(2))
     prompt = SYSTEM + [1] * 70
     sent = route(first, prompt, 1, 0)
     assert (sent.engine, choose(second, prompt, 0, 1)) == (1, 1)
     assert choose(second, prompt, 0, 1, salt=7) == 0
     first.learn(sent, 0)
-    now += TICK_S
+    now += routing.TICK_S
     second.learn(route(second, prompt, 0, 1), 0)  # what the second process has found out, the first knows
     assert route(first, prompt, 50, 0).num_known == 256
     second.forget()
@@ -244,7 +237,7 @@ def test_processes_that_share_their_memory_choose_as_one():
 def test_old_prompts_are_forgotten(monkeypatch):
     """The memory is bounded."""
     monkeypatch.setattr("server.shared_counts.NUM_WORDS", 1 << 10)
-    router = Router()
+    router = routing.Router()
     choose(router, [1], 1, 0)
     for number in range(1 << 12):
         choose(router, [2, number], 0, 0)

@@ -15,17 +15,10 @@ from server.text.chat_template import ChatTemplate
 from server.text.template_environment import TemplateError
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.examples import examples
-from tests.server.support.tokenizers import (
-    HERMES_TEMPLATE,
-    HERMES_TOKENS,
-    LLAMA3_TEMPLATE,
-    SPECIAL_TOKENS,
-    TOOL_TEMPLATE,
-    byte_tokenizer,
-)
+from tests.server.support import tokenizers
 from tests.server.text.test_chat_template import DATED, FRAGMENTS, specials, text_of, transformers_ids
 
-TOKENS = (*SPECIAL_TOKENS, *HERMES_TOKENS)
+TOKENS = (*tokenizers.SPECIAL_TOKENS, *tokenizers.HERMES_TOKENS)
 # It looks values up, compares them, searches them, sorts them and cuts them, and does so with what it has cut.
 LOOKING = """
 {%- for tool in tools or [] %}{% for name, schema in tool.function.parameters.properties | dictsort %}
@@ -40,18 +33,18 @@ LOOKING = """
 {%- endfor %}
 """
 TEMPLATES = {
-    "llama 3": LLAMA3_TEMPLATE,
-    "llama 3.1": TOOL_TEMPLATE,
+    "llama 3": tokenizers.LLAMA3_TEMPLATE,
+    "llama 3.1": tokenizers.TOOL_TEMPLATE,
     "dated": DATED,
-    "hermes": HERMES_TEMPLATE,
+    "hermes": tokenizers.HERMES_TEMPLATE,
     "demo": DEMO_TEMPLATE,
     "looking": LOOKING,
 }
 
 
 def backend():
-    built = byte_tokenizer((("h", "e"), ("Ċ", "Ċ")))
-    built.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in HERMES_TOKENS])
+    built = tokenizers.byte_tokenizer((("h", "e"), ("Ċ", "Ċ")))
+    built.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokenizers.HERMES_TOKENS])
     return built
 
 
@@ -119,7 +112,7 @@ def no_special(text: str) -> bool:
 
 
 ORDINARY = (st.text(max_size=8) | st.lists(st.sampled_from(FRAGMENTS), max_size=4).map("".join)).filter(no_special)
-HOSTILE = st.lists(st.sampled_from((*FRAGMENTS, *HERMES_TOKENS)), max_size=4).map("".join)
+HOSTILE = st.lists(st.sampled_from((*FRAGMENTS, *tokenizers.HERMES_TOKENS)), max_size=4).map("".join)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
