@@ -63,7 +63,7 @@ def test_kernels_fit_and_update_pages_in_place(target: str, tmp_path: Path) -> N
 FORMS = (("auto", "64"), ("int8", "512"), ("auto", "512"), ("int8", "64"))
 
 
-@pytest.mark.parametrize(("target", "form"), zip(TARGETS, FORMS, strict=True))
+@pytest.mark.parametrize(("target", "form"), [*zip(TARGETS, FORMS, strict=True)])
 def test_whole_steps_with_jaxs_kernel_update_pages_in_place(target: str, form: tuple[str, str]) -> None:
     flags = ("--target", target, "--tensor-parallel-size", "1", "--layers", "2", "--tokens", form[1])
     own = ("--attention", "jax", "--kv-cache-dtype", form[0])
