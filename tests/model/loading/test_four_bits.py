@@ -51,9 +51,13 @@ def projections(found):
     ]
 
 
-# For two chips the only KV head is repeated.
-@pytest.mark.parametrize(("group", "num_shards", "wanted"), [(16, 2, 16), (32, 1, 32), (64, 1, 32), (-1, 1, 32)])
-@pytest.mark.parametrize("name", KEPT)
+GROUPS = (16, 2, 16), (32, 1, 32), (64, 1, 32), (-1, 1, 32)  # for two chips the only KV head is repeated
+
+
+@pytest.mark.parametrize(  # with zeros and without, each of the groups
+    ("name", "group", "num_shards", "wanted"),
+    [(name, *GROUPS[i // 2 + turn]) for i, name in enumerate(KEPT) for turn in (0, 1)],
+)
 def test_packed_weights_are_kept(tmp_path, name, group, num_shards, wanted):
     """Exactly, if the scales are bfloat16. Larger groups than the model's sizes have in common repeat their scales."""
     _, values = write(tmp_path / "packed", FORMATS[name], group=group, variant="mqa", in_bfloat16=True)

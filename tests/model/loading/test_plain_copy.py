@@ -17,17 +17,16 @@ from tests.model.loaded import flat
 
 
 @pytest.mark.parametrize(
-    ("variant", "num_chips", "packed"),
+    ("variant", "num_chips", "packed", "dtype"),
     [
-        ("gqa2", 1, False),
-        ("gqa2", 1, True),
-        ("tied", 1, True),
-        ("gqa2", 2, False),
-        ("gqa2", 4, False),
-        ("mqa", 2, False),
+        ("gqa2", 1, False, jnp.float32),
+        ("gqa2", 1, True, jnp.bfloat16),
+        ("tied", 1, True, jnp.float32),
+        ("gqa2", 2, False, jnp.bfloat16),
+        ("gqa2", 4, False, jnp.float32),
+        ("mqa", 2, False, jnp.bfloat16),
     ],
 )
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_every_stored_form_gives_the_model_that_one_chip_loads(variant, num_chips, packed, dtype, tmp_path):
     """On four chips `gqa2` stores each of its two KV heads twice."""
     folder = checkpoints.write(tmp_path, variant)

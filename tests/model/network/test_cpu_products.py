@@ -26,8 +26,10 @@ def compiled(rows: int, dtype, out_dtype, num_out: int = OUT):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, MAX_ROWS_FROM_LEFT])
-@pytest.mark.parametrize("num_out", [OUT, OUT + 2])  # the second does not divide into streams
+@pytest.mark.parametrize(
+    ("rows", "num_out"),  # OUT + 2 does not divide into streams
+    [(1, OUT), (1, OUT + 2), (2, OUT + 2), (4, OUT), (8, OUT + 2), (16, OUT), (MAX_ROWS_FROM_LEFT, OUT + 2)],
+)
 def test_products_are_right(rows, dtype, num_out):
     rng = np.random.default_rng(rows)
     inputs = jnp.asarray(rng.standard_normal((rows, IN)), dtype)

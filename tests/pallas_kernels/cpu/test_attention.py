@@ -105,8 +105,10 @@ def test_pages_after_those_of_other_layers():
     check(make_case(spec(), rows, num_tokens=16, num_rows=2, pages_per_seq=4), "float32", first_page=7)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("head_dim", [32, 48, 80])  # whole vectors of sums that are in registers at once, and a rest
+# Whole vectors of sums that are in registers at once, and a rest.
+@pytest.mark.parametrize(
+    ("kind", "head_dim"), [("float32", 32), ("float32", 48), ("float32", 80), ("bfloat16", 48), ("int8", 80)]
+)
 def test_the_bits_of_a_query_depend_on_its_own_row_only(kind, head_dim):
     """The queries of one chunk, in smaller chunks and among other rows."""
     of, one = spec(kind, num_query_heads=6, head_dim=head_dim), [Row(query_len=70, kv_len=200)]

@@ -63,7 +63,7 @@ def product(
 
 
 @BOTH
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     form=st.sampled_from(sorted(FORMS)),
     rows=st.integers(1, 150),

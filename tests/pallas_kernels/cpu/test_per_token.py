@@ -52,7 +52,7 @@ def check(found: np.ndarray, expected: np.ndarray, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(**SHAPES)
 def test_norms(dtype, rows, half, seed):
     x, added = (drawn((rows, 2 * half), dtype, seed + i) for i in (0, 1))
@@ -67,7 +67,7 @@ def test_norms(dtype, rows, half, seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(**SHAPES)
 def test_gates(dtype, rows, half, seed):
     columns = drawn((rows, 2 * half), dtype, seed)
@@ -79,7 +79,7 @@ def test_gates(dtype, rows, half, seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     rows=st.integers(1, 40), half=st.integers(1, 70), heads=st.integers(1, 7), kv=st.integers(1, 3), seed=st.integers(0)
 )
@@ -93,7 +93,7 @@ def test_rotations(dtype, rows, half, heads, kv, seed):
         check(result, np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), dtype)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(rows=st.integers(1, 20), width=st.integers(1, 20_000), shift=st.sampled_from([0, -300, 300]))
 def test_sums_of_exponentials(rows, width, shift):
     logits = (drawn((rows, width), np.float64) + shift).astype(np.float32)
@@ -112,7 +112,7 @@ def test_sums_of_exponentials_of_which_most_are_zero():
     np.testing.assert_allclose(found, [np.logaddexp(2, 3), -40, np.nan, -np.inf], rtol=1e-6)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(rows=st.integers(1, 40), width=st.integers(1, 5000), seed=st.integers(0, 99))
 def test_tempered_weights(rows, width, seed):
     """Of the greatest logit 1; of a banned one, whose logit is negative infinity, 0."""
@@ -137,7 +137,7 @@ def adapters(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     rows=st.integers(1, 20), depth=st.integers(1, 300), widths=st.lists(st.integers(1, 200), min_size=1, max_size=3),
     rank=st.integers(1, 19), num_slots=st.integers(1, 4), seed=st.integers(0, 99),

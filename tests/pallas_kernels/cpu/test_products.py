@@ -38,7 +38,7 @@ def product(inputs: np.ndarray, kernel: np.ndarray, out_dtype: Any = jnp.float32
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(rows=st.integers(1, 300), pairs=st.integers(1, 700), panels=st.integers(1, 9), seed=st.integers(0, 99))
 def test_it_is_the_product(kind, rows, pairs, panels, seed):
     depth = pairs * 2 if kind == "bfloat16" else pairs

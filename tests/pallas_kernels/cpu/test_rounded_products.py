@@ -70,7 +70,7 @@ def test_rows_of_zeros_at_the_end_are_not_multiplied(dtype):
     assert np.isnan(found[2, 0]) and (found[7:] == 0).all()
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     rows=st.integers(1, 300),
     quads=st.integers(1, 600),
