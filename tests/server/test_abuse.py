@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.server.support.canary import canary
-from tests.server.support.requests import BULKY, CHAT, HELLO, LONG, load, running, send, wait_until
+from tests.server.support.requests import BULKY, CHAT, HELLO, LONG, load, running, send, wait_until, wait_until_idle
 from tests.server.support.running import RunningServer
 
 LONGER = LONG | {"max_tokens": 10_000}
@@ -42,6 +42,7 @@ def test_two_hundred_clients_that_leave_mid_stream(slow):
         connection.settimeout(60)
         assert connection.recv(1) == b"H"  # each is being served
     assert load(slow) == 200
+    wait_until(lambda: running(slow) == 200)
     for connection in connections:
         connection.close()
     assert answers(slow)
@@ -115,7 +116,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(echo):
             assert connection.recv(1) == b"H"
         for _ in range(5):
             assert answers(echo)
-        wait_until(lambda: running(echo) == 0)  # the engine has finished with the stuck ones as well
+        wait_until_idle(echo)  # the engine has finished with the stuck ones as well
     finally:
         for connection in stuck:
             connection.close()
@@ -126,7 +127,7 @@ def test_a_stuck_client_gets_everything_once_it_reads(echo):
     connection = send(echo, BULKY, receive_buffer=4096)
     connection.settimeout(60)
     data = connection.recv(1)
-    wait_until(lambda: running(echo) == 0)  # the engine is done, most of the answer waits
+    wait_until_idle(echo)  # the engine is done, most of the answer waits
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
     while b"data: [DONE]" not in data:
         data += connection.recv(65536)

@@ -75,6 +75,7 @@ def test_a_response_that_is_cancelled_or_deleted_is_not_made_any_more(slow, end)
     id = started(slow, **ENDLESS)["id"]
     wait_until(lambda: polled(slow, id)["status"] == "in_progress")
     assert load(slow) == 1
+    wait_until(lambda: running(slow) == 1)
     if end == "cancel":
         assert [client.responses.cancel(id).status for _ in range(2)] == ["cancelled"] * 2
         assert polled(slow, id)["status"] == "cancelled"
@@ -89,6 +90,7 @@ def test_a_response_that_is_cancelled_or_deleted_is_not_made_any_more(slow, end)
 def test_a_response_that_newer_ones_displace_is_not_made_any_more(short):
     id = started(short, **ENDLESS)["id"]
     wait_until(lambda: polled(short, id)["status"] == "in_progress")  # the change makes it the newest
+    wait_until(lambda: running(short) == 1)
     with short.http() as http:
         for _ in range(MAX_KEPT - 1):
             assert http.post("/v1/conversations", json={}).status_code == 200

@@ -7,7 +7,7 @@ import pytest
 from server.engine import wire
 from server.settings import Settings
 from tests.server.support.raw_http import connect, post
-from tests.server.support.requests import CHAT, HELLO, LONG, SLOW, wait_until
+from tests.server.support.requests import CHAT, HELLO, LONG, SLOW, reading, wait_until
 from tests.server.support.running import RunningServer, server_of
 from tests.server.support.sse_events import parse_events
 from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, state_of
@@ -19,11 +19,7 @@ shared = server_of(SLOW, api_keys=("one", "two"), max_concurrent_per_key=2)
 
 
 def limited(server: RunningServer, limit: str) -> float:
-    with server.http() as http:
-        lines = http.get("/metrics").text.splitlines()
-    return next(
-        float(line.split()[-1]) for line in lines if f'requests_limited_total{{engine="0",limit="{limit}"' in line
-    )
+    return reading(server, "requests_limited_total", f'limit="{limit}"')
 
 
 @pytest.mark.parametrize("by_header", [False, True])

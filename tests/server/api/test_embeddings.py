@@ -14,8 +14,8 @@ import pytest
 from batcher.request import Pooling, Request, SamplingParams
 from tests.batcher.fake_runner import FAKE_HIDDEN, expected_embedding
 from tests.server.support.real_engine import CAPACITY, RealConfig
-from tests.server.support.requests import load, wait_until
-from tests.server.support.running import RunningServer, running_server, server_of
+from tests.server.support.requests import load, reading, wait_until, wait_until_idle
+from tests.server.support.running import running_server, server_of
 from tests.server.support.stub_app import StubClient, call, state_of
 from tests.server.support.tokenizers import BOS, EOT
 
@@ -35,13 +35,6 @@ def foretold(prompt: str | Sequence[int]) -> np.ndarray:
 def vectors(answer: openai.types.CreateEmbeddingResponse) -> list[list[float]]:
     assert [entry.index for entry in answer.data] == list(range(len(answer.data)))
     return [entry.embedding for entry in answer.data]
-
-
-def metric(server: RunningServer, name: str, label: str = "") -> float:
-    with server.http() as http:
-        lines = http.get("/metrics").text.splitlines()
-    lines = [line for line in lines if line.startswith(f"pallas_serve:{name}{{") and label in line]
-    return float(lines[0].split()[-1])
 
 
 def test_invocations_embed_an_input(server):
@@ -82,7 +75,7 @@ def test_many_inputs_come_back_in_their_order(server):
     expected = np.array([foretold(text) for text in texts])
     for answer in several:
         np.testing.assert_allclose(vectors(answer), expected, atol=1e-6)
-    assert metric(server, "num_compiles_after_warm_up_total") == 0
+    assert reading(server, "num_compiles_after_warm_up_total") == 0
 
 
 def test_embeddings_and_texts_share_the_engine(server):
@@ -181,7 +174,7 @@ def test_one_bad_input_fails_all_and_leaves_nothing_behind(tmp_path):
         assert answer.status_code == 500
         assert "not a finite number" in answer.json()["error"]["message"]
         assert len(http.post(PATH, json={"input": ["fine"] * 10}).json()["data"]) == 10
-        wait_until(lambda: metric(server, "num_requests_running") == 0)
+        wait_until_idle(server)
 
 
 def test_a_server_without_embeddings_says_how_to_get_them(echo):
@@ -200,8 +193,7 @@ def test_a_request_that_is_given_up_is_aborted(tmp_path, how):
             with pytest.raises(httpx.ReadTimeout):
                 http.post(PATH, json={"input": ["a"] * 100}, timeout=0.5)
         assert len(http.post(PATH, json={"input": ["b"] * 10}).json()["data"]) == 10
-        wait_until(lambda: metric(server, "num_requests_running") == 0)
-        wait_until(lambda: metric(server, "kv_cache_usage_perc") == 0)
+        wait_until_idle(server)
 
 
 def test_an_administrator_ends_them(tmp_path):

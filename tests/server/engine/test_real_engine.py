@@ -12,7 +12,7 @@ from server.text.tokenizer import ByteLevelTokenizer
 from tests.batcher.fake_runner import expected_tokens
 from tests.server.support.adapters import FakeStore, write_adapter
 from tests.server.support.real_engine import CAPACITY, RealConfig
-from tests.server.support.requests import wait_until
+from tests.server.support.requests import reading, wait_until, wait_until_idle
 from tests.server.support.running import RunningServer, running_server, server_of
 from tests.server.support.sse_events import parse_events
 from tests.server.support.tokenizers import BOS, EOT, byte_tokenizer
@@ -34,18 +34,10 @@ def foretold(prompt: str, *, seed: int, adapter: int = 0, **sampling) -> tuple[s
     return "".join([stream.push(id) for id in ids]) + stream.finish(), len(ids)
 
 
-def metric(server: RunningServer, name: str, label: str = "") -> float:
-    """The first sample of that name in which the label stands."""
-    with server.http() as http:
-        lines = http.get("/metrics").text.splitlines()
-    lines = [line for line in lines if line.startswith(f"pallas_serve:{name}{{") and label in line]
-    return float(lines[0].split()[-1])
-
-
 def ended(server: RunningServer) -> dict[str, float]:
     """Requests by what the engine ended them with."""
     name = "request_success_total"
-    return {r: metric(server, name, f'finished_reason="{r}"') for r in ("stop", "length", "abort", "error")}
+    return {r: reading(server, name, f'finished_reason="{r}"') for r in ("stop", "length", "abort", "error")}
 
 
 def test_bad_words_are_never_written(server):
@@ -86,8 +78,7 @@ def test_sixty_four_streams_at_once_each_get_their_own_text(server):
     with ThreadPoolExecutor(64) as pool:
         texts = list(pool.map(stream, range(64)))
     assert texts == [foretold(prompt, seed=i)[0] for i, prompt in enumerate(prompts)]
-    wait_until(lambda: metric(server, "num_requests_running") == 0)
-    wait_until(lambda: metric(server, "kv_cache_usage_perc") == 0)
+    wait_until_idle(server)
 
 
 def test_a_repeated_prompt_is_found_in_the_cache(server):
@@ -133,8 +124,7 @@ def test_a_stop_string_frees_the_pages_and_counts_as_finished(tmp_path):
         assert choice["finish_reason"] == "stop"
         wait_until(lambda: sum(ended(server).values()) == 1)
         assert ended(server) == {"stop": 1, "length": 0, "abort": 0, "error": 0}
-        wait_until(lambda: metric(server, "num_requests_running") == 0)
-        wait_until(lambda: metric(server, "kv_cache_usage_perc") == 0)
+        wait_until_idle(server)
 
 
 def test_a_model_that_gives_nan_fails_its_request_alone(tmp_path):
@@ -194,8 +184,8 @@ def test_more_adapters_than_slots_come_and_go(tmp_path):
                 http.post("/v1/unload_lora_adapter", json={"lora_name": name})
 
         list(threads.map(ask, range(200)))
-        wait_until(lambda: metric(running, "lora_slot_writes_total") > 5)
-        writes, written = (metric(running, f"lora_slot_{name}_total") for name in ("writes", "written_bytes"))
+        wait_until(lambda: reading(running, "lora_slot_writes_total") > 5)
+        writes, written = (reading(running, f"lora_slot_{name}_total") for name in ("writes", "written_bytes"))
         assert written >= 1000 * writes
-        assert metric(running, "lora_adapters_resident") == 2
-        assert metric(running, "integrity_failures_total") == 0
+        assert reading(running, "lora_adapters_resident") == 2
+        assert reading(running, "integrity_failures_total") == 0

@@ -57,11 +57,24 @@ def send(server: RunningServer, body: dict, *, receive_buffer: int | None = None
     return connection
 
 
-def running(server: RunningServer) -> int:
-    """Requests in the engine, by its own account; a reading is up to a second old."""
+def reading(server: RunningServer, name: str, label: str = "") -> float:
+    """A number of the engine, by the first sample of that name in which the label stands. It is up to a second old."""
     with server.http() as http:
         lines = http.get("/metrics").text.splitlines()
-    return int(float(next(line for line in lines if line.startswith("pallas_serve:num_requests_running{")).split()[-1]))
+    return float(next(x for x in lines if x.startswith(f"pallas_serve:{name}{{") and label in x).split()[-1])
+
+
+def running(server: RunningServer) -> int:
+    """Requests in the engine, by its own account."""
+    return int(reading(server, "num_requests_running"))
+
+
+def wait_until_idle(server: RunningServer) -> None:
+    """Until nothing runs and no page is used, by a reading that is newer than this call: one more token shows it."""
+    before = reading(server, "generation_tokens_total")
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+    wait_until(lambda: reading(server, "generation_tokens_total") > before)
+    wait_until(lambda: running(server) == reading(server, "kv_cache_usage_perc") == 0)
 
 
 def load(server: RunningServer) -> int:
