@@ -137,18 +137,22 @@ def test_the_client_counts_every_token_and_names_every_failure():
     assert duration_s >= max(outcome.end for outcome in outcomes) - min(outcome.start for outcome in outcomes)
 
 
-def test_the_command_writes_its_result(tmp_path, capsys):
+def measure(*flags: str) -> None:
+    """The command, against a server of this test."""
+
     async def drive() -> int:
         runner, url = await serve_stream(scripted)
-        out = tmp_path / "result.json"
-        command = ["--base-url", url, "--num-prompts", "6", "--request-rate", "200", "--output-len", "uniform:5:8"]
-        command += ["--num-warmups", "1", "--goodput", "ttft:60000", "--output-json", str(out)]
         try:
-            return await asyncio.to_thread(serving.main, command)
+            return await asyncio.to_thread(serving.main, ["--base-url", url, *flags])
         finally:
             await runner.cleanup()
 
     assert asyncio.run(drive()) == 0
+
+
+def test_the_command_writes_its_result(tmp_path, capsys):
+    of_load = ("--num-prompts", "6", "--request-rate", "200", "--output-len", "uniform:5:8", "--num-warmups", "1")
+    measure(*of_load, "--goodput", "ttft:60000", "--output-json", str(tmp_path / "result.json"))
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"], result["goodput"]["requests"]) == (6, 0, 6)
     assert 30 <= result["output_tokens"] <= 48
@@ -157,16 +161,8 @@ def test_the_command_writes_its_result(tmp_path, capsys):
 
 
 def test_a_goodput_is_found_by_trials_at_rising_rates(tmp_path, capsys):
-    async def drive() -> int:
-        runner, url = await serve_stream(scripted)
-        command = ["--base-url", url, "--num-prompts", "3", "--output-len", "5", "--request-rate", "1000"]
-        command += ["--find-goodput", "ttft=60000,tpot=60000", "--output-json", str(tmp_path / "trials.json")]
-        try:
-            return await asyncio.to_thread(serving.main, command)
-        finally:
-            await runner.cleanup()
-
-    assert asyncio.run(drive()) == 0
+    of_load = ("--num-prompts", "3", "--output-len", "5", "--request-rate", "1000")
+    measure(*of_load, "--find-goodput", "ttft=60000,tpot=60000", "--output-json", str(tmp_path / "trials.json"))
     trials = json.loads((tmp_path / "trials.json").read_text())["trials"]
     assert [trial["rate"] for trial in trials] == [1000 * 2**i for i in range(len(trials))]  # none fails
     assert all(trial["passed"] and trial["goodput"]["requests"] == 3 for trial in trials)

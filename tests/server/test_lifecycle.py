@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -23,16 +24,18 @@ from tests.server.support.tokenizers import write_folder
 class Stream:
     """A streamed request that is being read in a thread."""
 
-    def __init__(self, server: RunningServer, **fields: object) -> None:
+    def __init__(self, server: RunningServer | httpx.Client, **fields: object) -> None:
+        """Of a client of the test, or of one that ends with the stream."""
+        client = server.http() if isinstance(server, RunningServer) else contextlib.nullcontext(server)
         self.status = 0
         self.text = ""
         self.begun = threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(server, LONG | fields))
+        self._thread = threading.Thread(target=self._read, args=(client, LONG | fields))
         self._thread.start()
         assert self.begun.wait(30)
 
-    def _read(self, server: RunningServer, body: dict[str, object]) -> None:
-        with server.http() as http, http.stream("POST", CHAT, json=body) as response:
+    def _read(self, client: contextlib.AbstractContextManager[httpx.Client], body: dict[str, object]) -> None:
+        with client as http, http.stream("POST", CHAT, json=body) as response:
             self.status = response.status_code
             for piece in response.iter_text():
                 self.text += piece

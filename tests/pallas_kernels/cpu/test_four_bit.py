@@ -26,11 +26,11 @@ def values_of(num_out: int, depth: int, seed: int = 0, form: str = "scales") -> 
     return np.random.default_rng(seed).integers(-middle, middle, (num_out, depth)).astype(np.int8)
 
 
-def inputs_of(rows: int, depth: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
+def inputs_of(rows: int, depth: int, dtype: Any = np.float32, seed: int = 0, part: int = PART) -> np.ndarray:
     """Rows of different sizes, with many values halfway between two integers of their part."""
     rng = np.random.default_rng(seed)
     halves = rng.integers(-254, 255, (rows, depth)) / 2
-    halves[:, ::PART] = 127
+    halves[:, ::part] = 127
     free = rng.standard_normal((rows, depth))
     size = np.exp2(rng.integers(-20, 20, (rows, 1)))
     return (np.where(rng.random((rows, 1)) < 0.5, halves, free) * size).astype(dtype)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from model.network.eight_bit import LEAST_RANGE, multiply_rounded
 from pallas_kernels.cpu import products
 from pallas_kernels.cpu.products import PANEL, TOGETHER_ROUNDED
+from tests.pallas_kernels.cpu.test_four_bit import inputs_of as inputs_of_parts
 
 pytestmark = pytest.mark.usefixtures("target")
 
@@ -29,12 +30,7 @@ def kernel_of(num_out: int, depth: int, seed: int = 0) -> tuple[np.ndarray, np.n
 
 def inputs_of(rows: int, depth: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
     """Rows of different sizes, with many values halfway between two integers of their row."""
-    rng = np.random.default_rng(seed)
-    halves = rng.integers(-254, 255, (rows, depth)) / 2
-    halves[:, 0] = 127
-    free = rng.standard_normal((rows, depth))
-    size = np.exp2(rng.integers(-20, 20, (rows, 1)))
-    return (np.where(rng.random((rows, 1)) < 0.5, halves, free) * size).astype(dtype)
+    return inputs_of_parts(rows, depth, dtype, seed, part=depth)
 
 
 def model(

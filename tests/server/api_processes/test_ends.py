@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import threading
 from dataclasses import replace
 
 import httpx
@@ -14,46 +13,22 @@ import pytest
 from server.settings import Settings
 from tests.server.support.api_processes import http_processes, through_each
 from tests.server.support.echo_engine import EchoConfig
-from tests.server.support.requests import CHAT, HELLO, LONG, SLOW, wait_until
+from tests.server.support.requests import CHAT, HELLO, SLOW, wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server, spawn
-from tests.server.support.sse_events import parse_events
 from tests.server.support.tokenizers import write_folder
 from tests.server.test_group import ADMIN, CHANGING, by_engine, prompt
-from tests.server.test_lifecycle import alive, descendants
+from tests.server.test_lifecycle import Stream, alive, descendants
 
 pytestmark = pytest.mark.hosts
-
-
-class Reader:
-    """A stream that is read in a thread."""
-
-    def __init__(self, client: httpx.Client, **fields: object) -> None:
-        self.text = ""
-        self.begun = threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(client, LONG | fields))
-        self._thread.start()
-        assert self.begun.wait(30)
-
-    def _read(self, client: httpx.Client, body: dict) -> None:
-        with client.stream("POST", CHAT, json=body) as answer:
-            for piece in answer.iter_text():
-                self.text += piece
-                self.begun.set()
-
-    def end(self) -> dict:
-        """Its last event."""
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-        return parse_events(self.text)[-1]
 
 
 def test_the_engine_that_is_killed_ends_all_streams(tmp_path):
     with running_server(tmp_path, ECHO, SLOW, api_server_count=2) as server:
         with through_each(server) as clients, through_each(server) as waiting:
-            readers = [Reader(client) for client in clients]
+            readers = [Stream(client) for client in clients]
             server.engine_process().kill()
             for reader in readers:
-                assert "The engine has failed" in reader.end()["error"]["message"]
+                assert "The engine has failed" in reader.end()[-1]["error"]["message"]
             for client in waiting:
                 health = client.get("/health")
                 assert health.status_code == 503
@@ -69,12 +44,12 @@ def test_a_signal_lets_the_requests_of_all_finish(tmp_path):
         clients = [httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://a") for _ in range(6)]
         waiting = clients.pop()
         assert waiting.get("/health").status_code == 200
-        readers = [Reader(client, max_tokens=80) for client in clients]
+        readers = [Stream(client, max_tokens=80) for client in clients]
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: waiting.get("/health").status_code == 503)
         assert waiting.post(CHAT, json=HELLO).status_code == 503
         for reader in readers:
-            assert reader.end()["choices"][0]["finish_reason"] == "length"
+            assert reader.end()[-1]["choices"][0]["finish_reason"] == "length"
         assert server.process.wait(20) == 0
         for client in [*clients, waiting]:
             client.close()
@@ -85,12 +60,12 @@ def test_a_signal_lets_the_requests_of_all_finish(tmp_path):
 def test_a_second_signal_ends_the_wait(tmp_path):
     with running_server(tmp_path, ECHO, SLOW, api_server_count=2, grace_period_s=1000.0) as server:
         with through_each(server) as clients, through_each(server) as waiting:
-            readers = [Reader(client) for client in clients]
+            readers = [Stream(client) for client in clients]
             server.process.terminate()
             for client in waiting:
                 wait_until(lambda client=client: client.get("/health").status_code == 503)
             server.process.terminate()
-            assert all("error" in reader.end() for reader in readers)
+            assert all("error" in reader.end()[-1] for reader in readers)
         assert server.process.wait(20) == 0
 
 
@@ -112,9 +87,9 @@ def test_both_processes_choose_among_the_engines_by_what_both_have_sent(tmp_path
     ):
         # Three streams by one process, then one by the other: by its own count alone, the fourth would go to engine 0.
         first, second = streaming
-        readers = [Reader(first, **prompt(1))]
+        readers = [Stream(first, **prompt(1))]
         wait_until(lambda: sum(by_engine(server, "num_requests_running").values()) == 1)
-        readers.append(Reader(second, **prompt(2)))
+        readers.append(Stream(second, **prompt(2)))
         wait_until(lambda: by_engine(server, "num_requests_running") == {"0": 1.0, "1": 1.0})
         for _ in range(3):
             for client in clients:
@@ -125,7 +100,7 @@ def test_both_processes_choose_among_the_engines_by_what_both_have_sent(tmp_path
         for client in clients:  # before the last stream ends, and with it the server
             wait_until(lambda client=client: client.get("/health").status_code == 503)
             assert "engine 1" in client.get("/health").json()["error"]["message"]
-        ends = [reader.end() for reader in readers]
+        ends = [reader.end()[-1] for reader in readers]
         assert all("error" in end for end in ends)
         assert server.process.wait(20) == 1
 

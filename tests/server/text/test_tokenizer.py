@@ -145,22 +145,18 @@ def test_a_token_outside_the_alphabet_of_bytes_stands_for_itself(tmp_path):
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).decode([300]) == "語é"
 
 
-def test_a_tokenizer_that_draws_at_random_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("model", {"dropout": 0.5}, "draws at random"),
+        ("post_processor", {"special_tokens": {}}, r"tokenizer\.json"),  # the library panics: it names a token
+    ],
+)
+def test_a_tokenizer_that_cannot_serve_is_refused_in_words(tmp_path, part, change, words):
     write_folder(tmp_path)
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
-    raw["model"]["dropout"] = 0.5
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match="draws at random"):
-        ByteLevelTokenizer.from_folder(tmp_path)
-
-
-def test_a_panic_of_the_library_is_an_error_in_words(tmp_path):
-    """A post-processor that names a token which it does not define."""
-    write_folder(tmp_path)
-    raw = json.loads((tmp_path / "tokenizer.json").read_text())
-    raw["post_processor"]["special_tokens"] = {}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {part: raw[part] | change}))
+    with pytest.raises(ValueError, match=words):
         ByteLevelTokenizer.from_folder(tmp_path)
 
 
