@@ -328,8 +328,9 @@ class Scheduler(RequestQueues):
 
     @property
     def kv_tokens(self) -> int:
-        """The tokens whose K/V the running requests hold, shared ones counted for each."""
-        return self.num_row_pages * self.page_size
+        """The tokens whose K/V the running requests of the step's model hold, shared ones counted for each."""
+        pages = self.num_row_pages if self.models is None else sum(len(seq.pages) for seq in self._mine)
+        return pages * self.page_size
 
     def _in_time(self, policy: StepPolicy, seq: RequestState, begun: list[Begun]) -> Verdict | None:
         """Whether rule 12 keeps a waiting request from being admitted now. `begun`: the prompts that are computed."""

@@ -207,7 +207,7 @@ class StepPolicy:
 
         Args:
             num_decodes: rows that decode in the step.
-            kv_tokens: tokens whose K/V are read, of all running requests.
+            kv_tokens: tokens whose K/V are read, of all running requests of the model.
             past: tokens before the chunk of the first prompt. All prompts together may take the time that their
                 attention would take behind so many.
             share_held: of the pages, by running requests.

@@ -220,15 +220,6 @@ def test_a_model_stays_for_nine_times_as_long_as_it_took_to_come() -> None:
     finish(drive)
 
 
-def test_models_that_wait_for_one_place_come_in_turn_and_none_starves() -> None:
-    drive = make_drive(on_stage=lambda identity: None)
-    for i in range(12):
-        drive.add(request(str(i), 1 + i % 4, num_tokens=20))
-    drive.finish(max_steps=2000)
-    drive.check_outputs()
-    assert drive.runner.num_brought >= 4
-
-
 def test_a_request_that_finds_no_room_is_not_passed_by_other_models() -> None:
     """The rows are taken; requests of another model that arrive later do not take them as they become free."""
     drive = make_drive()
@@ -267,6 +258,14 @@ def test_changes_lose_no_byte_and_no_page(count: int) -> None:
     assert len(drive.runner.models) == 2
 
 
+def test_the_model_that_was_used_least_recently_leaves_first() -> None:
+    drive = make_drive(max_models=3)
+    for i, (model, there) in enumerate([(1, {1}), (2, {1, 2}), (1, {1, 2}), (3, {1, 3}), (2, {2, 3})]):
+        drive.add(request(str(i), model))
+        finish(drive)
+        assert drive.runner.models == {0} | there
+
+
 def test_a_model_that_is_unloaded_leaves_the_device() -> None:
     drive = make_drive(max_models=3)
     drive.add(request("a", 1))
@@ -277,22 +276,6 @@ def test_a_model_that_is_unloaded_leaves_the_device() -> None:
     assert drive.runner.models == {0}
     with pytest.raises(InvalidRequestError, match="not loaded"):
         drive.engine.add_request(request("again", 1), print)
-
-
-def test_after_a_failed_step_the_models_come_again() -> None:
-    def fail(number: int) -> None:
-        if number == 2:
-            raise RuntimeError("no luck")
-
-    capacity = make_capacity(max_models=3)
-    drive = Drive(capacity, runner=FakeRunner(capacity, on_result=fail))
-    for model in (1, 2):
-        drive.add(request(str(model), model, num_tokens=8))
-    drive.finish()
-    assert ErrorCode.STEP_FAILED in {heard.last.error_code for heard in drive.heard.values()}
-    drive.add(request("again", 1))
-    drive.finish()
-    assert drive.heard["again"].tokens == drive.expected("again")
 
 
 @pytest.mark.parametrize("error", [ValueError("it has changed since"), FileNotFoundError("no such folder")])

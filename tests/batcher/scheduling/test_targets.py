@@ -200,6 +200,18 @@ def test_prompts_of_a_model_do_not_starve_beside_another_model_that_has_time():
     drive.finish()
 
 
+def test_a_step_is_predicted_with_the_pages_of_its_own_model():
+    drive = timed(replace(ROOMY, max_models=2), targets=Targets(itl_ms=100))
+    for model, length in enumerate((100, 17)):
+        drive.add(make_request(str(model), prompt(model, length), max_tokens=6, ignore_eos=True, model=model))
+    found = set()
+    for _ in range(8):
+        drive.step()
+        found.add((drive.runner.steps[-1].model, drive.scheduler.kv_tokens))
+    assert {(0, 104), (1, 24)} <= found <= {(0, 0), (0, 104), (0, 112), (1, 0), (1, 24)}
+    drive.finish()
+
+
 def test_the_earliest_deadline_goes_first_and_late_ones_go_last():
     drive = timed(make_capacity(num_slots=1, num_pages=4096, max_model_len=512, max_num_batched_tokens=64))
     first = []
