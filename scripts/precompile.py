@@ -5,8 +5,9 @@
 
 FOLDER may be in an image or in a bucket. Give it all flags of the engine that the start has: most of them decide
 the programs. So do the versions of this program, of jax and of libtpu. A start says how many of its programs it has
-found, and what differs if it has found none. Weights are looked at, but not loaded: with `--load-format dummy`,
-`config.json` is enough for a model whose checkpoint is not quantised.
+found, and what differs if it has found none. With `--models`, the programs of each shape and form are made. Weights are
+looked at, but not loaded: with `--load-format dummy`, `config.json` is enough for a model whose checkpoint is not
+quantised.
 
 For GPUs (`--target h100`, `--target 8xh100`) the programs are traced, kernels included. They are compiled, too, if
 FOLDER has been the folder of a start on such GPUs, or has a copy of what it left there: XLA's description of these GPUs
@@ -61,14 +62,23 @@ def precompile(settings: EngineSettings, topology: TpuTopology | GpuTopology, re
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA logs each kernel that no GPU has timed
     be_on(topology)
+    fill_all(settings, topology.name, report, is_exact=getattr(topology, "said", None) is not None)
+
+
+def fill_all(settings: EngineSettings, target: str, report: Report, *, is_exact: bool = True) -> None:
+    """Makes the programs of --model, and those of each other shape and form of --models. The errors and `is_exact` are
+    those of `fill`."""
+    from scripts.building.engine_plans import plan_engines
     from scripts.building.runner import build_runner
 
-    built = build_runner(settings, report, only_programs=True)
-    if settings.max_model_len is None and built.info.max_model_len < built.plan.weights.config.max_position_embeddings:
-        report(
-            f"  context           give the start --max-model-len {built.info.max_model_len}, too: its memory may differ"
-        )
-    fill(built, topology.name, report, is_exact=getattr(topology, "said", None) is not None)
+    for plan in plan_engines(settings, report, None):
+        if plan.settings.model != settings.model:
+            report(f"  model             {plan.settings.model}, by programs of its own")
+        built = build_runner(plan.settings, report, only_programs=True, plan=plan)
+        context = built.info.max_model_len
+        if settings.max_model_len is None and context < plan.weights.config.max_position_embeddings:
+            report(f"  context           give the start --max-model-len {context}, too: its memory may differ")
+        fill(built, target, report, is_exact=is_exact)
 
 
 def fill(built: Built, target: str, report: Report, *, is_exact: bool = True) -> None:

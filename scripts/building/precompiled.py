@@ -130,7 +130,7 @@ def program_facts(runner: ModelRunner, shapes: Mapping[str, str]) -> dict[str, s
         "the chip": device.device_kind,
         **of_compiled,
         **shapes,
-        "the limits": str(replace(limits, num_pages=None, memory_utilization=1.0)),
+        "the limits": str(replace(limits, num_pages=None, kv_bytes=None, max_models=0, memory_utilization=1.0)),
         PAGES: str(runner.capacity().num_pages),
         CODE: runner.programs.fingerprint(),
     }

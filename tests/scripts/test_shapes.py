@@ -12,15 +12,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from model.compiling.compile_cache import keep_compilations
 from model.execution.device_memory import host_memory
-from scripts import convert_checkpoint
+from scripts import convert_checkpoint, precompile
+from scripts.building import limits
 from scripts.building.engine_plans import Needs, divide
 from scripts.building.stand_in_tokenizer import write_stand_in_tokenizer
+from scripts.flags.settings import EngineSettings
 from scripts.lab.demo.export import save_hf
 from scripts.llm import LLM
 from server.engine import wire
 from tests.conftest import COMPILED
 from tests.model.driver import tiny_model
+from tests.scripts.precompile_one import OneStep
 from tests.scripts.test_llm_training import CONFIG, model_of
 from tests.scripts.test_models import LIMITS, PROMPTS, ask, has_eight_devices, send, texts  # noqa: F401, a fixture
 
@@ -51,8 +55,8 @@ def start(folders) -> Iterator[Any]:
     def make(models: tuple[str, ...] = (), own: str = "", **settings: Any) -> LLM:
         if models:
             settings = {"models": {name: str(folders[name]) for name in models}, "max_resident_models": 2} | settings
-        cache = {"device": "cpu", "compile_cache": str(COMPILED)}
-        started.append(LLM(str(folders[own]), **cache, **LIMITS | settings))
+        settings = {"device": "cpu", "compile_cache": str(COMPILED)} | LIMITS | settings
+        started.append(LLM(str(folders[own]), **settings))
         return started[-1]
 
     yield make
@@ -128,6 +132,25 @@ def test_a_shape_comes_and_goes_while_others_run(start, folders, alone) -> None:
     llm.sleep(level=1)
     llm.wake_up()
     assert texts(llm, ("one",))["one"] == alone["one"]
+
+
+def test_a_start_finds_the_programs_of_each_shape_that_were_made_elsewhere(
+    start, folders, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(limits, "BucketLadder", OneStep)
+    models, cache = {name: str(folders[name]) for name in SHAPES}, str(tmp_path / "cache")
+    said: list[str] = []
+    settings = EngineSettings(model=str(folders[""]), device="cpu", models=models, compile_cache=cache, **LIMITS)
+    keep_compilations(tmp_path / "cache")
+    try:
+        precompile.fill_all(settings, "a CPU", said.append)
+        assert sum(line.startswith(f"{cache} has 4 programs and 2 of the self-test for a CPU") for line in said) == 3
+        said.clear()
+        start(SHAPES, compile_cache=cache, report=said.append, max_resident_models=3)
+    finally:
+        keep_compilations(COMPILED)
+    assert sum("were made elsewhere, for a CPU" in line for line in said) == 3
+    assert sum("compiled 4 programs" in line and "(4 came from the disk" in line for line in said) == 3, said
 
 
 def test_what_does_not_fit_is_refused_with_the_flag_and_the_bytes(start, folders, alone) -> None:
