@@ -29,8 +29,8 @@ class Engines:
     uses.
 
     Args:
-        first: the engine of the models whose engine is not named by `place`. LoRA adapters and changes of the weights
-            are its own.
+        first: the engine of the models whose engine is not named by `place`. It alone has LoRA adapters, and its
+            weights can be changed.
     """
 
     def __init__(self, first: Engine) -> None:

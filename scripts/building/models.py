@@ -114,7 +114,8 @@ class RunnersModels:
         weights, limits = self._chosen[identity], self._plan.chips.limits
         size, ends = weights.config.vocab_size, weights.eos_token_ids
         embeds = None if limits.pooling is None else weights.config.hidden_size
-        return LoadedModel(name, identity, path, limits.max_model_len, size, ends, embeds, folder_of(weights) or "")
+        folder, most = folder_of(weights) or "", limits.max_loras
+        return LoadedModel(name, identity, path, limits.max_model_len, size, ends, embeds, folder, most)
 
     def ends(self, identity: int) -> tuple[tuple[int, ...], Grammars | None]:
         """The model's end-of-sequence ids and its grammars."""

@@ -27,7 +27,7 @@ from server.text.tokenizer import ByteLevelTokenizer
 JAX_SILENCE_S = 30
 LEAVE_S = 5
 # These settings may differ, because each host has its own folders. The hosts compare their models after reading them.
-OF_ONE_HOST = ("model", "compile_cache", "lora_modules", "lora_folder", "models", "models_folder", "kv_events_config")
+OF_ONE_HOST = ("model", "compile_cache", "lora_modules", "lora_folder", "kv_events_config")
 
 
 def build_leader(served: ServedSettings, report: Reporter) -> BuiltEngine:

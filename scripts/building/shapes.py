@@ -9,7 +9,6 @@ from pathlib import Path
 
 from batcher.engine import Engine
 from batcher.engines import AnyEngine, Engines
-from batcher.grammar import Grammars
 from model.compiling.compile_cache import expecting_compiles
 from scripts.building.adapter_store import loaded_adapters
 from scripts.building.device import Report
@@ -77,10 +76,12 @@ class Shapes:
         shape.models.add(identity, weights)
         self._of[identity] = shape
         self.engines.place(identity, shape.engine)
+        self.engines.add_model(identity, *shape.models.ends(identity))
         return identity
 
     def forget(self, identity: int) -> None:
         shape = self._of.pop(identity)
+        self.engines.remove_model(identity)
         if not shape.models.forget(identity) and shape is not self._first:
             self._all.remove(shape)
             self.engines.remove(shape.engine)
@@ -88,12 +89,6 @@ class Shapes:
 
     def loaded(self, name: str, identity: int, path: str) -> LoadedModel:
         return self._of[identity].models.loaded(name, identity, path)
-
-    def ends(self, identity: int) -> tuple[tuple[int, ...], Grammars | None]:
-        return self._of[identity].models.ends(identity)
-
-    def takes_adapters(self, identity: int) -> bool:
-        return self._of[identity] is self._first
 
     def _add(self, plan: EnginePlan, report: Report) -> _Shape:
         report(f"  model             {plan.settings.model}, by programs of its own")

@@ -18,7 +18,6 @@ from server.engine import wire
 
 if TYPE_CHECKING:  # the HTTP process does without numpy
     from batcher.engines import AnyEngine
-    from batcher.grammar import Grammars
 
 MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
@@ -61,16 +60,11 @@ class AdapterStore(Protocol):
 
 
 class ModelStore(AdapterStore, Protocol):
-    """The models of an engine besides its own one. `load` checks a model, and its weights are read when it runs."""
+    """The models of an engine besides its own one. `load` checks a model and adds it to the engine, and its weights are
+    read when it runs. `forget` removes it there."""
 
     def loaded(self, name: str, identity: int, path: str) -> wire.LoadedModel:
         """The model under this name, for the HTTP processes."""
-
-    def ends(self, identity: int) -> tuple[tuple[int, ...], Grammars | None]:
-        """The model's end-of-sequence ids and its grammars."""
-
-    def takes_adapters(self, identity: int) -> bool:
-        """Whether LoRA adapters can change the model: it has the shape of the engine's own."""
 
 
 class _Named:
@@ -210,8 +204,6 @@ class Adapters:
             found = self._models.loaded(change.name, identity, change.path)
             found = msgspec.structs.replace(found, load=self._num_changes + 1)
         with self._lock:
-            if kind is WeightsKind.MODEL and self._models is not None:
-                self._engine.add_model(identity, *self._models.ends(identity))
             self._prepared = (kind, change.name, found)
             named.held.setdefault(identity, change.name)
         return found
@@ -220,9 +212,9 @@ class Adapters:
         """The identity of the model that the adapter changes."""
         models = self._named.get(WeightsKind.MODEL)
         below = None if models is None else models.loaded.get(change.base_model or "")
-        if below is None:
+        if not isinstance(below, wire.LoadedModel):
             return 0
-        if self._models is None or not self._models.takes_adapters(below.identity):
+        if not below.max_loras:
             raise AdapterError(f"base_model_name: {shown(below.name)} has another shape than --model, and no adapters.")
         return below.identity
 
@@ -280,8 +272,6 @@ class Adapters:
                 unused -= self._engine.in_use(kind) if unused else set()
                 for identity in unused:
                     del named.held[identity]
-                    if kind is WeightsKind.MODEL:
-                        self._engine.remove_model(identity)
             for identity in unused:
                 named.store.forget(identity)
 

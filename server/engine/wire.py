@@ -376,6 +376,7 @@ class LoadedModel(msgspec.Struct, tag=True, frozen=True):
     eos_token_ids: tuple[int, ...] = ()  # the tokens that end an answer
     embedding_size: int | None = None  # numbers of an embedding; None: the engine makes none
     folder: str = ""  # of its tokenizer, chat template and generation_config.json; "": those of the engine's own model
+    max_loras: int = 0  # LoRA adapters of it that may run at once
     load: int = 0  # differs if the name is loaded again
 
 

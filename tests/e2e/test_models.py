@@ -327,11 +327,3 @@ def test_a_client_that_names_a_thousand_models_takes_no_memory(server, http):
         assert len(set(threads.map(lambda name: told(http, name, 404), asked))) == 1000
     assert states(http).keys() == listed.keys()
     assert taken() - before < 32 * 2**20
-
-
-def test_requests_and_tokens_are_counted_by_model(server, http):
-    figure = 'model_requests_total{{engine="0",model="{}",model_name="demo"}}'
-    counted = {line.rpartition(" ")[0]: line for line in http.get("/metrics").text.splitlines() if "model_" in line}
-    names = {name for name in ("demo", "pirate", "almanac") if f"pallas_serve:{figure.format(name)}" in counted}
-    assert names == {"demo", "pirate", "almanac"}
-    assert not [line for line in counted if "model-1" in line]

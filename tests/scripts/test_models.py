@@ -42,6 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "8-bit pages": {"kv_cache_dtype": "int8"},
     "host memory": {"models_host_memory": 1.0},
     "two chips": {"tensor_parallel_size": 2},
+    "offloaded pages": {"kv_offloading_size": 0.01},
     "int8 weights": {"quantization": "int8"},
     DRAFT: {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}},
 }
@@ -361,14 +362,31 @@ def test_updates_and_sleep_leave_the_other_models_their_weights(folders) -> None
 
 
 @pytest.mark.slow
-def test_adapters_of_the_first_model_run_between_the_others(folders) -> None:
-    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "lora_modules": [f"lora={folders['projections']}"]}
-    with an_llm(folders, (*NAMES[1:], "projections"), **lora) as llm:
-        adapter = llm._client.adapters["lora"].identity
-        adapted = [send(llm, "", prompt, number=number, adapter=adapter) for number, prompt in enumerate(PROMPTS)]
-        told = texts(llm, (*NAMES, "projections"))
-        assert [each.last.result(60) and each.tokens for each in adapted] == told["projections"]
-        assert told["projections"] != told[""]
+@pytest.mark.parametrize("kind", ["plain", "drafts", "two chips"])
+def test_adapters_of_models_run_between_the_others(folders, tmp_path, kind: str) -> None:
+    """Of the LLM's own model and of another one, both with the same weights."""
+    place, path = shutil.copytree(folders["one"], tmp_path / "merged"), str(folders["projections"])
+    tensors = load_file(place / "model.safetensors")
+    save_file(adapters.merged(tensors, read_adapter(path, CONFIG, max_rank=8)), place / "model.safetensors")
+    modules = [f"own={path}", {"name": "of one", "path": path, "base_model_name": "one"}]
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "lora_modules": modules} | KINDS[kind]
+    with an_llm(folders | {"merged": place}, (*NAMES[1:], "projections", "merged"), **lora) as llm:
+        identity = llm._client.adapters["own"].identity
+        assert identity == llm._client.adapters["of one"].identity
+        sent = [
+            send(llm, name, prompt, number=number, adapter=identity)
+            for number, prompt in enumerate(PROMPTS)
+            for name in ("", "one")
+        ]
+        told = texts(llm, (*NAMES, "projections", "merged"))
+        found = [each.last.result(60) and each.tokens for each in sent]
+        assert [found[::2], found[1::2]] == [told["projections"], told["merged"]]
+        assert len({str(told[name]) for name in ("", "one", "projections", "merged")}) == 4
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        options = {"lora_request": LoRARequest("of one", 1, path, "one")}
+        greedy = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
+        assert [list(each.outputs[0].token_ids) for each in llm.generate(prompts, greedy, **options)] == found[1::2]
+        assert "'of one' changes this model" in ask(llm, wire.UnloadModel("one")).error
 
 
 @pytest.mark.slow

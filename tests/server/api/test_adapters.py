@@ -353,13 +353,7 @@ class Models(FakeStore):
     """Those with the text "wide" have another shape."""
 
     def loaded(self, name, identity, path) -> LoadedModel:
-        return LoadedModel(name, identity, path, 64, VOCAB_SIZE)
-
-    def ends(self, identity) -> tuple[tuple[int, ...], None]:
-        return (), None
-
-    def takes_adapters(self, identity) -> bool:
-        return self.texts[identity] != "wide"
+        return LoadedModel(name, identity, path, 64, VOCAB_SIZE, max_loras=int(self.texts[identity] != "wide"))
 
 
 def test_an_adapter_changes_the_model_that_it_names(tmp_path):
@@ -371,9 +365,8 @@ def test_an_adapter_changes_the_model_that_it_names(tmp_path):
         adapters.change(LoadAdapter("a", plain, "wide"))
     bases = {"a": None, "b": "a name for clients", "c": "m"}
     found = [adapters.change(LoadAdapter(name, plain, base)) for name, base in bases.items()]
-    assert [(each.base_model, each.model) for each in found] == [(bases[each.name], 0) for each in found[:2]] + [
-        ("m", model.identity)
-    ]
+    assert [each.base_model for each in found] == list(bases.values())
+    assert [each.model for each in found] == [0, 0, model.identity]
     for change in (UnloadModel("m"), LoadModel("m", wide, IfLoaded.REPLACE)):
         with pytest.raises(AdapterError, match="The LoRA adapter 'c' changes this model: unload the adapter first"):
             adapters.change(change)
@@ -387,10 +380,6 @@ class Waiting:
 
     def __init__(self) -> None:
         self.used: set[int] = set()
-
-    def add_model(self, model, ends, grammars) -> None: ...
-
-    def remove_model(self, model) -> None: ...
 
     def add_request(self, request, on_output) -> None:
         raise AssertionError("no request is to reach it")
