@@ -210,22 +210,21 @@ class Adapters:
 
     def _model_below(self, change: wire.LoadAdapter) -> int:
         """The identity of the model that the adapter changes."""
-        models = self._named.get(WeightsKind.MODEL)
-        below = None if models is None else models.loaded.get(change.base_model or "")
-        if not isinstance(below, wire.LoadedModel):
-            return 0
-        if not below.max_loras:
-            raise AdapterError(f"base_model_name: {shown(below.name)} has another shape than --model, and no adapters.")
-        return below.identity
+        for each in self._all_loaded():
+            if isinstance(each, wire.LoadedModel) and each.name == change.base_model:
+                if not each.max_loras:
+                    raise AdapterError(f"base_model_name: {shown(each.name)} has another shape than --model.")
+                return each.identity
+        return 0
 
-    def _check_unchanged(self, model: wire.Adapter | wire.LoadedModel | None) -> None:
+    def _check_unchanged(self, before: wire.Adapter | wire.LoadedModel | None) -> None:
         """Raises AdapterError for a model that an adapter changes."""
-        adapters = self._named.get(WeightsKind.ADAPTER)
-        if adapters is None or not isinstance(model, wire.LoadedModel):
-            return
-        for name, adapter in adapters.loaded.items():
-            if isinstance(adapter, wire.Adapter) and adapter.model == model.identity:
-                raise AdapterError(f"The LoRA adapter {shown(name)} changes this model: unload the adapter first.")
+        for each in self._all_loaded():
+            if before is not None and isinstance(each, wire.Adapter) and each.model == before.identity:
+                raise AdapterError(f"The LoRA adapter {shown(each.name)} changes this model: unload the adapter first.")
+
+    def _all_loaded(self) -> list[wire.Adapter | wire.LoadedModel]:
+        return [each for named in self._named.values() for each in named.loaded.values()]
 
     def _commit(self) -> None:
         if self._prepared is None:
@@ -250,8 +249,7 @@ class Adapters:
             self._forget_unused()
 
     def _event(self) -> wire.Adapters:
-        all_loaded = [each for named in self._named.values() for each in named.loaded.values()]
-        adapters = self._named.get(WeightsKind.ADAPTER)
+        all_loaded, adapters = self._all_loaded(), self._named.get(WeightsKind.ADAPTER)
         return wire.Adapters(
             [each for each in all_loaded if isinstance(each, wire.Adapter)],
             self._num_changes,
