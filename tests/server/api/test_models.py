@@ -255,8 +255,8 @@ def test_a_client_that_names_a_thousand_models_leaves_nothing_behind(folder):
     state = state_of(folder)
     answers = post_all(state, CHAT, [HELLO | {"model": f"model-{number}"} for number in range(1000)])
     assert {answer.status_code for answer in answers} == {404}
-    (models, _) = state.folders[0], state.engine.asked == []
-    assert not (models._loading or models._refused or state.models._read or state.engine.asked)
+    (folder_of_models,) = state.folders
+    assert not (folder_of_models._loading or folder_of_models._refused or state.models._read or state.engine.asked)
     assert list(state.metrics.counts().model_requests) == []
 
 
