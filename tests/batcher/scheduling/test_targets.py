@@ -144,7 +144,7 @@ def test_a_program_may_run_if_the_pages_suffice_with_all_steps_as_long_as_it():
     for _ in range(20):
         drive.step()
     policy = drive.scheduler.policy  # the steps with decodes took 8.8 ms
-    for share, tokens in ((0.0, 512), (0.08, 512), (0.1, 384), (0.28, 96), (0.5, 32), (1.0, 32)):
+    for share, tokens in ((0.0, 512), (0.08, 512), (0.1, 384), (0.29, 96), (0.5, 32), (1.0, 32)):
         assert policy.prompt_tokens(8, 0, 0.1, share_held=share) == tokens - 8
         assert policy.prompt_tokens(8, 0, math.inf, share_held=share) == policy.prompt_tokens(0, 0, 0.1) - 8
     first = StepPolicy(TABLE, LADDER)
