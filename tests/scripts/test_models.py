@@ -366,8 +366,8 @@ def test_updates_and_sleep_leave_the_other_models_their_weights(folders) -> None
 def test_adapters_of_models_run_between_the_others(folders, tmp_path, kind: str) -> None:
     """Of the LLM's own model and of another one, both with the same weights."""
     place, path = shutil.copytree(folders["one"], tmp_path / "merged"), str(folders["projections"])
-    tensors = load_file(place / "model.safetensors")
-    save_file(adapters.merged(tensors, read_adapter(path, CONFIG, max_rank=8)), place / "model.safetensors")
+    weights, file = read_adapter(folders["projections"], CONFIG, max_rank=8), place / "model.safetensors"
+    save_file(adapters.merged(load_file(file), weights), file)
     modules = [f"own={path}", {"name": "of one", "path": path, "base_model_name": "one"}]
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "lora_modules": modules} | KINDS[kind]
     with an_llm(folders | {"merged": place}, (*NAMES[1:], "projections", "merged"), **lora) as llm:
