@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from server.settings import TlsFiles
-from tests.server.api_processes.test_ends import Reader
 from tests.server.support.api_processes import http_processes, through_each
 from tests.server.support.authority import Authority
 from tests.server.support.requests import CHAT, HELLO, LONG, SLOW, wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.test_lifecycle import Stream
 
 pytestmark = pytest.mark.hosts
 
@@ -81,7 +81,7 @@ def test_changed_files_reach_each_process_and_a_process_that_starts_again(server
     (before,) = set(serial_numbers(server, context))
     others = authority.files("after")
     with through_each(server, verify=context) as old, through_each(server, verify=context) as streaming:
-        readers = [Reader(client, max_tokens=300) for client in streaming]
+        readers = [Stream(client, max_tokens=300) for client in streaming]
         others.certfile.replace(files.certfile)
         wait_until(lambda: server.log.count("the key does not match") == 2)
         assert serial_numbers(server, context) == [before, before]
@@ -91,7 +91,7 @@ def test_changed_files_reach_each_process_and_a_process_that_starts_again(server
         assert after != before
         assert [serial_number(client) for client in old] == [before, before]
         for reader in readers:
-            assert reader.end()["choices"][0]["finish_reason"] == "length"
+            assert reader.end()[-1]["choices"][0]["finish_reason"] == "length"
 
     certificate = files.certfile.read_bytes()
     files.certfile.write_text("nothing")
@@ -125,10 +125,10 @@ def test_a_unix_socket_with_certificates_of_clients_finishes_what_runs(tmp_path,
         clients = [client(authority.context(own)) for _ in range(4)]
         for known in clients:
             assert known.post(CHAT, json=SHORT).json()["choices"][0]["message"]["content"] == TEXT
-        readers = [Reader(known, max_tokens=50) for known in clients]
+        readers = [Stream(known, max_tokens=50) for known in clients]
         server.process.send_signal(signal.SIGTERM)
         for reader in readers:
-            assert reader.end()["choices"][0]["finish_reason"] == "length"
+            assert reader.end()[-1]["choices"][0]["finish_reason"] == "length"
         assert server.process.wait(20) == 0
         for known in clients:
             known.close()
