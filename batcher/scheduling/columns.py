@@ -28,6 +28,7 @@ class SlotColumns:
         self.left_of_page = np.full(num_slots, NEVER)  # i64, tokens until a page can be stored: at 0 or below
         self.last_token_s = np.zeros(num_slots)
         self.itl_s = np.full(num_slots, np.inf)  # the targets of the gaps between two tokens; inf: none
+        self.models = np.zeros(num_slots, np.int64)  # of the requests
         self.limit_s = np.full(num_slots, np.inf)  # those of requests that do not go last: they limit steps
         self.num_late = np.zeros(num_slots, np.int64)  # gaps that were longer
         self.num_ended_by = np.zeros(vocab_size, np.int32)  # requests in slots that the token may end
@@ -38,7 +39,7 @@ class SlotColumns:
         """Enters a request that has got its slot. Its next token needs a look."""
         slot = seq.slot
         self._owners[slot] = seq
-        self.numbers[slot] = seq.number
+        self.numbers[slot], self.models[slot] = seq.number, seq.request.model
         self.last_token_s[slot] = seq.last_token_s
         self.itl_s[slot], self.num_late[slot] = seq.itl_s, seq.num_late_gaps
         self.limit_s[slot] = np.inf if seq.is_last else seq.itl_s

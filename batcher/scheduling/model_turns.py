@@ -5,8 +5,10 @@ model is *live* while a request of it waits or runs. Model 0 is always on the de
 may be there at a time.
 
 1. The live models on the device take turns of one step each. The next turn is that of the model whose wait is longest,
-   counted in turns and multiplied by its weight. The weight is 1 to `MOST_WEIGHT`, in proportion to its requests. So of
-   N such models, each has a turn after at most `(MOST_WEIGHT + 1) * N` turns of others.
+   counted in turns and multiplied by its weight. The weight is 1 to `MOST_WEIGHT`, in proportion to its requests. Where
+   requests have latency targets, the models with targets go first, in the order in which their next tokens are due, if
+   one of these would be late after one more turn of another model. A model that has waited for `MOST_WEIGHT` turns of
+   each goes before these. So of N such models, each has a turn after at most `(MOST_WEIGHT + 1) * N` turns of others.
 2. If the next model can compute nothing now, the others are tried in the same order.
 3. Live models that are not on the device are brought one after the other, in the order in which they began to wait,
    while steps of others run. If there is no place, the least recently used model that is not live leaves. If all are
@@ -19,9 +21,13 @@ So a live model waits for at most `max_models - 1` others to leave, for each liv
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable
+from heapq import heappop, heappush
+from operator import lt
 
-from batcher.scheduling.request_state import RequestState
+from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.staging import Staging
 
 MOST_WEIGHT = 4
@@ -43,6 +49,8 @@ class ModelTurns:
         self._num_live: dict[int, int] = {}  # live model -> its requests, in the order in which the waits began
         self._num_turns = 0
         self._last_turn: dict[int, int] = {}  # model -> the number of its last turn, or of the turn before its wait
+        self._last_turn_s: dict[int, float] = {}  # model -> the time of its last turn
+        self._first_tokens = defaultdict[int, list[tuple[tuple[float, int], RequestState]]](list)  # heaps, by deadline
         self._last_step: dict[int, int] = {}  # model on the device -> its last step
         self._stays_until: dict[int, float] = {}  # model on the device, in the order of arrival -> seconds
         self._has_tried: set[int] = set()  # models that have had a turn since they came, or could compute nothing
@@ -58,6 +66,10 @@ class ModelTurns:
             self._last_turn[model] = self._num_turns
         self._num_live[model] = self._num_live.get(model, 0) + 1
 
+    def expect(self, seq: RequestState) -> None:
+        """Records the deadline of a new request's first token, which is in its `order`."""
+        heappush(self._first_tokens[seq.request.model], (seq.order, seq))
+
     def remove(self, model: int) -> None:
         """Removes a request that has ended."""
         self._num_live[model] -= 1
@@ -70,20 +82,40 @@ class ModelTurns:
         """Whether the model's weights are on the device and stay there."""
         return not model or (model in self._staging.there and model not in self._leaving)
 
-    def order(self) -> list[int]:
-        """The live models on the device. The first one has the next turn if it can compute anything."""
+    def order(self, turn_s: float = 0.0, itl_s: Callable[[int], float] = lambda model: math.inf) -> list[int]:
+        """The live models on the device. The first one has the next turn if it can compute anything.
+
+        Args:
+            turn_s: the usual time of a turn.
+            itl_s: the time between two tokens that a model's running requests may have; infinity if there is no target.
+        """
         here = {model: count for model, count in self._num_live.items() if self.is_here(model)}
         most = max(here.values(), default=1)
+        due = {m: min(self._first_due(m) - turn_s, self._last_turn_s.get(m, 0.0) + itl_s(m)) for m in here}
+        turns_s = [self._clock() + turn_s * number for number in range(1, len(here) + 1)]  # after one of another model
+        is_urgent = any(map(lt, sorted(due.values()), turns_s))
 
-        def wait(model: int) -> int:
-            return (self._num_turns - self._last_turn[model]) * (1 + (MOST_WEIGHT - 1) * here[model] // most)
+        def place(model: int) -> tuple[int, float]:
+            wait = self._num_turns - self._last_turn[model]
+            if wait >= MOST_WEIGHT * len(here):
+                return 0, -wait
+            if is_urgent and due[model] < math.inf:
+                return 1, due[model]
+            return 2, -wait * (1 + (MOST_WEIGHT - 1) * here[model] // most)
 
-        return sorted(here, key=wait, reverse=True)
+        return sorted(here, key=place)
+
+    def _first_due(self, model: int) -> float:
+        """The earliest deadline of a first token; infinity if none is expected in time."""
+        expected = self._first_tokens[model]
+        while expected and ((seq := expected[0][1]).is_last or seq.ttft_s is None or seq.state is State.FINISHED):
+            heappop(expected)
+        return expected[0][0][0] if expected else math.inf
 
     def took(self, model: int, step: int) -> None:
         """The model has a turn with this step."""
         self._num_turns += 1
-        self._last_turn[model], self._last_step[model] = self._num_turns, step
+        self._last_turn[model], self._last_turn_s[model], self._last_step[model] = self._num_turns, self._clock(), step
         self._has_tried.add(model)
         self._is_stuck = False
 

@@ -50,6 +50,7 @@ from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig
 from batcher.request import Pooling, Targets
 from batcher.scheduling.digests import add_digests
+from batcher.scheduling.model_turns import ModelTurns
 from batcher.scheduling.offloading import OffloadedPages
 from batcher.scheduling.request_queues import RequestQueues
 from batcher.scheduling.request_state import RequestState, State
@@ -124,6 +125,8 @@ class Scheduler(RequestQueues):
             self.policy = StepPolicy(config.step_estimate, self.ladder, percentile)
         ttft_s = sequence.ttft_s
         sequence.order = (sequence.arrived_s + (USUAL_TTFT_S if ttft_s is None else ttft_s), sequence.arrival)
+        if ttft_s is not None and self.models is not None:
+            self.models.expect(sequence)
         if not config.refuses_late or ttft_s is None:
             return
         if (wait_s := self.policy.wait_s(sequence, self.waiting)) > ttft_s:
@@ -142,7 +145,7 @@ class Scheduler(RequestQueues):
         self._exchange_rows()
         if self.models is None:
             return self._plan(0)
-        for model in self.models.order():
+        for model in self._turns(self.models):
             self._mine = [seq for seq in self.running if seq.request.model == model]
             self.waiting.put_back((Verdict.NO_MODEL, model))
             plan = self._plan(model)
@@ -153,6 +156,13 @@ class Scheduler(RequestQueues):
         is_under_way = self.last_done < self.last_step or any(seq.is_blocked or seq.load for seq in self.running)
         self.models.none_can_run(for_long=not is_under_way)
         return None
+
+    def _turns(self, models: ModelTurns) -> list[int]:
+        """The models that may have this step, the first one first."""
+        if (policy := self.policy) is None:
+            return models.order()
+        limit_s, of_model = self.columns.limit_s, self.columns.models
+        return models.order(policy.usual_s, lambda model: policy.strictest(limit_s[of_model == model]))
 
     def _plan(self, model: int) -> StepPlan | None:
         """The plan of a step of this model; None: it can compute nothing now."""

@@ -173,7 +173,7 @@ class StepPolicy:
         self._in_flight: deque[_Dispatched] = deque()
         self._busy_until_s = 0.0
         self._admitted_tokens = self._admitting_s = 0.0  # while requests waited; both fade
-        self._num_steps, self._usual_s = 0, 0.0  # the mean time of the last steps with decodes
+        self._num_steps, self.usual_s = 0, 0.0  # the mean time of the last steps with decodes
 
         most, few = next(iter(self._mixed)), next(reversed(self._mixed))
         rows = self._mixed[most][-1]
@@ -222,7 +222,7 @@ class StepPolicy:
 
     def _fitting(self, num_decodes: int, kv_tokens: int, strictest_s: float, past: int, share_held: float) -> int:
         notices = num_decodes > 0 and strictest_s < math.inf
-        longest_s = _PAGES_HELD / share_held * self._usual_s if share_held and self._num_steps else math.inf
+        longest_s = _PAGES_HELD / share_held * self.usual_s if share_held and self._num_steps else math.inf
         for tokens, row_rungs in self._mixed.items():
             if num_decodes >= row_rungs[-1]:
                 break
@@ -304,7 +304,7 @@ class StepPolicy:
         self._busy_until_s = max(self._busy_until_s, now) + seconds
         if len(plan.rows) > len(plan.chunks):
             self._num_steps = min(self._num_steps + 1, _USUAL_STEPS)
-            self._usual_s += (seconds - self._usual_s) / self._num_steps
+            self.usual_s += (seconds - self.usual_s) / self._num_steps
         if not have_waiting:
             self._admitted_tokens = self._admitting_s = 0.0
             return

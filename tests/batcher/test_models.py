@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -160,9 +161,10 @@ def test_prefixes_are_found_by_requests_of_their_own_model_only() -> None:
 @settings(max_examples=examples(300))
 @given(st.data())
 def test_a_model_on_the_device_waits_for_at_most_so_many_turns(data: st.DataObject) -> None:
-    """The bound of rule 1, with any number of requests that change at any time."""
-    count = data.draw(st.integers(1, 8))
-    turns = ModelTurns(count, Clock())
+    """The bound of rule 1, with any targets, and any number of requests that change at any time."""
+    count, clock = data.draw(st.integers(1, 8)), Clock()
+    turns = ModelTurns(count, clock)
+    itl_s = [data.draw(st.sampled_from([math.inf, 0.0, 2.5, 20.0])) for _ in range(count)]
     turns._staging.there = set(range(1, count))
     waits, live = dict.fromkeys(range(count), 0), dict.fromkeys(range(count), 0)
     for step in range(data.draw(st.integers(1, 150))):
@@ -177,7 +179,8 @@ def test_a_model_on_the_device_waits_for_at_most_so_many_turns(data: st.DataObje
                     turns.add(model)
                 waits[model] = waits[model] if live[model] else 0
                 live[model] += num
-        order = turns.order()
+        clock.now += 1.0
+        order = turns.order(1.0, itl_s.__getitem__)
         assert set(order) == {model for model in live if live[model]}
         if order:
             turns.took(order[0], step)

@@ -197,8 +197,33 @@ def test_prompts_of_a_model_do_not_starve_beside_another_model_that_has_time():
         drive.add(make_request(f"other {i}", prompt(i, 9), max_tokens=1, model=1))
         drive.step()
     taken = [step.model for step in drive.runner.steps[-220:]]
-    assert min(taken.count(0), taken.count(1)) > 99
+    assert taken.count(0) > 99 and taken.count(1) > 20
     assert drive.heard["next"].outputs and not drive.heard["chat 0"].finish_reason
+    drive.finish()
+
+
+@pytest.mark.parametrize("are_told", [False, True])
+def test_a_model_whose_next_token_would_be_late_has_the_next_turn(are_told):
+    drive = timed(replace(ROOMY, max_models=4))
+    times = listen(drive)
+    for model in (1, 2, 3):
+        batch = make_request(
+            f"batch {model}", prompt(model, 5), max_tokens=200, model=model, ignore_eos=True, is_flex=True
+        )
+        drive.add(batch)
+    for _ in range(30):
+        drive.step()
+    targets = Targets(itl_ms=25, ttft_ms=60) if are_told else None  # a step takes 8.8 ms
+    asked_s = drive.clock.now
+    drive.add(make_request("chat", prompt(0, 5), max_tokens=60, ignore_eos=True, targets=targets))
+    before = len(drive.runner.steps)
+    while len(times.get("chat", [])) < 60:
+        drive.step()
+    gaps = np.diff(times["chat"])
+    assert (gaps > 0.025).mean() < 0.01 if are_told else (gaps > 0.025).mean() > 0.9
+    assert not are_told or times["chat"][0] - asked_s < 0.06
+    taken = [step.model for step in drive.runner.steps[before:]]
+    assert min(map(taken.count, (1, 2, 3))) > len(taken) / 6
     drive.finish()
 
 
