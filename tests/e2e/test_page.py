@@ -14,7 +14,7 @@ import pytest
 
 from tests.server.support.adapters import FakeStore, write_adapter
 from tests.server.support.echo_engine import EchoConfig
-from tests.server.support.requests import CALCULATOR, wait_until
+from tests.server.support.requests import CALCULATOR
 from tests.server.support.running import ECHO, RunningServer, running_server, server_of
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: scripts/test --all does it")
@@ -29,16 +29,6 @@ PHONE = {"viewport": {"width": 360, "height": 740}, "device_scale_factor": 2, "i
 # Controls with neither a label, nor a text, nor an `aria-label`.
 WITHOUT_A_NAME = """all => all.filter(one =>
     !(one.ariaLabel ?? "").trim() && !one.labels?.length && !one.textContent.trim()).map(one => one.outerHTML)"""
-COLOURED = """() => {
-    const canvas = document.querySelector("#throughput"), context = canvas.getContext("2d");
-    const { data } = context.getImageData(0, 0, canvas.width, canvas.height);
-    let count = 0;  // pixels of a saturated colour: of a line of the chart
-    for (let i = 0; i < data.length; i += 4) {
-        const [low, , high] = [...data.slice(i, i + 3)].sort((a, b) => a - b);
-        count += data[i + 3] > 0 && high - low > 60;
-    }
-    return count;
-}"""
 CANVAS = "document.querySelector('#{}').toDataURL()"
 # In the page itself: on a busy machine the answer may end before a click from outside arrives.
 STOP_AT_FIRST_TEXT = """() => new MutationObserver((_, observer) => {
@@ -428,25 +418,6 @@ def test_no_part_hides_another(server: RunningServer, browser: sync_api.Browser,
         assert min(tops) >= header["height"]
         assert len({tops.count(top) for top in tops}) == 1
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_a_dashboard_begins_with_the_past(server: RunningServer, browser: sync_api.Browser) -> None:
-    """What another page's requests did two readings ago is drawn by a page that is opened now."""
-    with server.client() as client, server.http() as http:
-        client.completions.create(model="demo", prompt="Once", max_tokens=20, extra_body={"ignore_eos": True})
-        tokens = http.get("/ui/state").json()["generation_tokens"]
-
-        def is_past() -> bool:
-            readings = http.get("/ui/state", params={"history": 120}).json()["history"]
-            return len(readings) > 2 and readings[-1]["generation_tokens"] >= tokens > 0
-
-        wait_until(is_past)
-    with browser.new_context() as context:
-        page = context.new_page()
-        page.add_init_script("window.setTimeout = () => 0")  # the page reads once only
-        page.goto(f"{server.url}/#dashboard")
-        page.get_by_text("after warm-up").wait_for()
-        assert page.evaluate(COLOURED) > 100
 
 
 def test_the_charts_move(server: RunningServer, page: sync_api.Page) -> None:
