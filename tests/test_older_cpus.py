@@ -21,7 +21,7 @@ CHOSEN = (
     "tests/pallas_kernels/tpu/test_self_test.py::test_the_kernels_pass[program0-bfloat16]",
     "tests/pallas_kernels/tpu/test_self_test.py::test_the_kernels_pass[program1-int8]",
     "tests/pallas_kernels/gpu/test_self_test.py::test_both_forms_pass[gpu-interpret-bfloat16]",
-    "tests/pallas_kernels/gpu/test_self_test.py::test_both_forms_pass[gpu-mma-interpret-int8]",
+    "tests/pallas_kernels/gpu/test_self_test.py::test_both_forms_pass[gpu-mma-interpret-bfloat16]",
     "tests/model/network/test_llama.py::test_bfloat16_stays_near_float32",
     "tests/model/network/test_packed.py::test_packed_weights_give_the_same_logits",
     "tests/model/execution/test_page_copies.py::test_pages_come_back_to_others_bit_for_bit",

@@ -238,8 +238,9 @@ class _Handler(BaseHTTPRequestHandler):
         """The parts of a multipart/related body."""
         head = BytesParser().parsebytes(f"Content-Type: {self.headers['Content-Type']}\n\n".encode())
         boundary = b"--" + str(head.get_boundary()).encode()
-        parts = self.body.split(boundary)[1:-1]
-        return [re.split(rb"\r?\n\r?\n", part, maxsplit=1)[1].removesuffix(b"\n").removesuffix(b"\r") for part in parts]
+        _, *parts, _ = self.body.split(boundary)
+        newline = b"\r\n" if parts[0].startswith(b"\r\n") else b"\n"
+        return [part.split(2 * newline, maxsplit=1)[1].removesuffix(newline) for part in parts]
 
     def _chunk(self) -> bytes:
         size = int(self.rfile.readline(), 16)
