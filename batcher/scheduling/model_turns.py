@@ -75,6 +75,7 @@ class ModelTurns:
         self._num_live[model] -= 1
         if not self._num_live[model]:
             del self._num_live[model]
+            self._first_tokens.pop(model, None)
 
     # --- turns ---
 
