@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from batcher.grammar import GrammarError
 from server.grammar.compiler import MAX_MESSAGE_CHARS, Vocabulary, compile_grammar
-from server.grammar.subschemas import LISTS, MAPS, SCHEMAS, all_inside, subschemas
 
 MAX_GRAMMAR_CHARS = 2**16  # two seconds to compile, at worst: 6,000 optional properties
 MAX_TRIES = 200  # compilations, to find the place of a fault
@@ -34,6 +33,11 @@ _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
 _SAME_FORMATS = {f"uuid{version}": "uuid" for version in range(1, 9)}  # pydantic's names
+# The keywords whose values are schemas by name, lists of schemas, and schemas. Those of `items` may be a list, too.
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS = ("additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
+            "unevaluatedProperties", "unevaluatedItems")  # fmt: skip
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _ALL_VALID = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": True, "propertyNames": True}
 # Where none of these is, what is unevaluated is what the other keyword speaks of.
@@ -129,7 +133,7 @@ class _Reader:
     """Removes the parts of schemas on which the compiler fails."""
 
     def __init__(self, root: Any) -> None:
-        multiples = {str(each["multipleOf"]) for each in all_inside(root) if "multipleOf" in each}
+        multiples = {str(each["multipleOf"]) for each in _all_inside(root) if "multipleOf" in each}
         self._max_multiple = MAX_MULTIPLE if len(multiples) == 1 else MAX_OF_SEVERAL
         self.left_out: list[str] = []
 
@@ -154,11 +158,11 @@ class _Reader:
             if here["format"] not in _FORMATS:
                 del here["format"]
         for name, value in here.items():
-            if name in MAPS and isinstance(value, Mapping):
+            if name in _MAPS and isinstance(value, Mapping):
                 here[name] = {key: self.read(inner) for key, inner in value.items()}
-            elif name in (*LISTS, "items") and isinstance(value, list):
+            elif name in (*_LISTS, "items") and isinstance(value, list):
                 here[name] = [self.read(inner) for inner in value]
-            elif name in (*SCHEMAS, "items"):
+            elif name in (*_SCHEMAS, "items"):
                 here[name] = self.read(value)
         return here
 
@@ -248,7 +252,7 @@ def place_of_fault(schema: Mapping[str, Any], fault: str, compile: Callable[[Map
     found: bool = True
     while found:
         found = False
-        for step, inner in subschemas(here):
+        for step, inner in _subschemas(here):
             tries += 1
             if tries > MAX_TRIES:
                 return pointer
@@ -256,3 +260,28 @@ def place_of_fault(schema: Mapping[str, Any], fault: str, compile: Callable[[Map
                 pointer, here, found = f"{pointer}/{step}", inner, True
                 break
     return pointer
+
+
+def _all_inside(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """The schema and all schemas inside it."""
+    if isinstance(schema, Mapping):
+        yield schema
+        for _, inner in _subschemas(schema):
+            yield from _all_inside(inner)
+
+
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The schemas directly inside a schema, with the end of their JSON pointers."""
+    for name in _MAPS:
+        inner = schema.get(name)
+        if isinstance(inner, Mapping):
+            escaped = ((key.replace("~", "~0").replace("/", "~1"), s) for key, s in inner.items())
+            yield from ((f"{name}/{key}", s) for key, s in escaped if isinstance(s, Mapping))
+    for name in (*_LISTS, "items"):
+        inner = schema.get(name)
+        if isinstance(inner, list):
+            yield from ((f"{name}/{i}", s) for i, s in enumerate(inner) if isinstance(s, Mapping))
+    for name in (*_SCHEMAS, "items"):
+        inner = schema.get(name)
+        if isinstance(inner, Mapping):
+            yield name, inner
