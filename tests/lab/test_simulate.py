@@ -76,7 +76,7 @@ def test_targets_hold_the_rate_of_the_best_static_pair_and_more_than_the_default
 
 
 def test_targets_hold_a_rate_at_which_longer_steps_would_use_up_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A v6e has pages of 95,000 tokens beside an 8B. The best static pair, 512 tokens, holds 9.9 requests/s, too."""
+    """Beside the weights of an 8B, a v6e has pages for 95,000 tokens. The best static budget is 512 tokens."""
     aims = Targets(ttft_ms=500, itl_ms=50)
     machine, policy = simulate.machines("v6e"), goodput.policies(aims)[goodput.TARGETS]
     bench = goodput.Bench(draw=loads({})["conversation"], count=256, machine=machine, targets=aims)
