@@ -414,7 +414,8 @@ def test_no_part_hides_another(server: RunningServer, browser: sync_api.Browser,
             assert min(box["height"] for box in map(sync_api.Locator.bounding_box, targets.all())) >= 43.9
         page.goto(f"{server.url}/#dashboard")
         page.get_by_text("after warm-up").wait_for()
-        tops = [round(tile.bounding_box()["y"]) for tile in page.locator("#tiles > div").all()]
+        tiles = "tiles => tiles.map(tile => Math.round(tile.getBoundingClientRect().top))"
+        tops = page.locator("#tiles > div").evaluate_all(tiles)  # at once: each poll makes new tiles
         assert min(tops) >= header["height"]
         assert len({tops.count(top) for top in tops}) == 1
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
