@@ -33,14 +33,17 @@ def count_plan(counts: EngineStats, plan: StepPlan, clock: Callable[[], float]) 
             counts.queue_time.observe(seq.started_s - seq.arrived_s)
 
 
-def count_gaps(counts: EngineStats, gaps: np.ndarray) -> None:
-    """Counts gaps between two tokens, f64[n] seconds, n > 0. They are equal for rows of the same two steps."""
-    first = float(gaps[0])
-    if (gaps == first).all():
-        counts.inter_token_latency.observe(first, gaps.size)
-        return
+def count_gaps(counts: EngineStats, gaps: np.ndarray) -> float:
+    """Counts gaps between two tokens, f64[n] seconds, n > 0. They are equal for rows of the same two steps. Returns the
+    longest one."""
+    longest = float(gaps[0])
+    if (gaps == longest).all():
+        counts.inter_token_latency.observe(longest, gaps.size)
+        return longest
     for gap, times in zip(*np.unique(gaps, return_counts=True), strict=True):
-        counts.inter_token_latency.observe(float(gap), int(times))
+        longest = float(gap)  # they ascend
+        counts.inter_token_latency.observe(longest, int(times))
+    return longest
 
 
 def count_first_token(counts: EngineStats, seq: RequestState) -> None:

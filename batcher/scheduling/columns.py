@@ -6,6 +6,9 @@ operations. A row *needs a look* of its own if its request may end, wants more t
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 import numpy as np
 
 from batcher.scheduling.request_state import RequestState
@@ -28,21 +31,22 @@ class SlotColumns:
         self.left_of_page = np.full(num_slots, NEVER)  # i64, tokens until a page can be stored: at 0 or below
         self.last_token_s = np.zeros(num_slots)
         self.itl_s = np.full(num_slots, np.inf)  # the targets of the gaps between two tokens; inf: none
-        self.models = np.zeros(num_slots, np.int64)  # of the requests
-        self.limit_s = np.full(num_slots, np.inf)  # those of requests that do not go last: they limit steps
         self.num_late = np.zeros(num_slots, np.int64)  # gaps that were longer
         self.num_ended_by = np.zeros(vocab_size, np.int32)  # requests in slots that the token may end
         self._page_size = page_size
         self._owners: list[RequestState | None] = [None] * num_slots
+        # Model, whether it goes last, and ITL target of the requests in slots that have one -> requests.
+        self._classes = Counter[tuple[int, bool, float]]()
 
     def enter(self, seq: RequestState) -> None:
         """Enters a request that has got its slot. Its next token needs a look."""
         slot = seq.slot
         self._owners[slot] = seq
-        self.numbers[slot], self.models[slot] = seq.number, seq.request.model
+        self.numbers[slot] = seq.number
         self.last_token_s[slot] = seq.last_token_s
         self.itl_s[slot], self.num_late[slot] = seq.itl_s, seq.num_late_gaps
-        self.limit_s[slot] = np.inf if seq.is_last else seq.itl_s
+        if seq.itl_s < math.inf:
+            self._classes[_class_of(seq)] += 1
         self._count_stop_ids(seq, 1)
 
     def leave(self, seq: RequestState) -> None:
@@ -52,7 +56,10 @@ class SlotColumns:
         if slot < 0 or self._owners[slot] is not seq:
             return
         seq.last_token_s, seq.num_late_gaps = float(self.last_token_s[slot]), int(self.num_late[slot])
-        self.itl_s[slot] = self.limit_s[slot] = np.inf
+        if self.itl_s[slot] < math.inf:
+            self.itl_s[slot] = math.inf
+            self._classes.subtract([_class_of(seq)])
+            self._classes = +self._classes  # without classes of no request
         self._owners[slot] = None
         self.left[slot], self.left_of_page[slot] = _AT_ONCE, NEVER
         self._count_stop_ids(seq, -1)
@@ -60,6 +67,15 @@ class SlotColumns:
     def last_token_of(self, seq: RequestState) -> float:
         """The time at which the request's last token was read; below 0 if there was none."""
         return float(self.last_token_s[seq.slot]) if self._is_in(seq) else seq.last_token_s
+
+    def itl_targets(self, model: int | None = None) -> list[float]:
+        """The ITL targets, in seconds, of the requests in slots that do not go last, of one model or of all."""
+        return [itl_s for of, is_last, itl_s in self._classes if not is_last and model in (None, of)]
+
+    @property
+    def shortest_itl_s(self) -> float:
+        """The shortest ITL target of all requests in slots; infinity: there is none."""
+        return min((itl_s for _, _, itl_s in self._classes), default=math.inf)
 
     def count_late(self, seq: RequestState, gap_s: float, num_gaps: int) -> None:
         """Counts gaps of a row that was looked at, if they were longer than its target."""
@@ -89,3 +105,8 @@ class SlotColumns:
     def _count_stop_ids(self, seq: RequestState, change: int) -> None:
         ids = [token for token in seq.stop_ids if token < self.num_ended_by.size]
         self.num_ended_by[ids] += change
+
+
+def _class_of(seq: RequestState) -> tuple[int, bool, float]:
+    """A request in a slot stays in its class."""
+    return seq.request.model, seq.is_last, seq.itl_s

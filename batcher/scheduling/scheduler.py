@@ -161,8 +161,7 @@ class Scheduler(RequestQueues):
         """The models that may have this step, the first one first."""
         if (policy := self.policy) is None:
             return models.order()
-        limit_s, of_model = self.columns.limit_s, self.columns.models
-        return models.order(policy.usual_s, lambda model: policy.strictest(limit_s[of_model == model]))
+        return models.order(policy.usual_s, lambda model: policy.strictest(self.columns.itl_targets(model)))
 
     def _plan(self, model: int) -> StepPlan | None:
         """The plan of a step of this model; None: it can compute nothing now."""
@@ -255,7 +254,7 @@ class Scheduler(RequestQueues):
         if self.policy is not None or last_first:
             started.sort(key=lambda seq: self._turn(seq, last_first=last_first))
         if self.policy is not None and (started or self.waiting):
-            self._strictest_s = self.policy.strictest(self.columns.limit_s)
+            self._strictest_s = self.policy.strictest(self.columns.itl_targets())
             past = started[0].num_computed if started else 0
             share_held = self.pool.num_used / self.pool.num_pages
             most = self.policy.prompt_tokens(num_rows, self.kv_tokens, self._strictest_s, past, share_held, model)
@@ -350,7 +349,7 @@ class Scheduler(RequestQueues):
             return Verdict.LATE
         kv_tokens, strictest_s = self.kv_tokens + seq.num_known, self._strictest_s
         if not seq.is_last:
-            strictest_s = min(strictest_s, policy.strictest(seq.itl_s))
+            strictest_s = min(strictest_s, policy.strictest([seq.itl_s]))
         is_urgent = slack_s < policy.step_s
         if not policy.may_enter(len(self.running), kv_tokens, strictest_s, is_urgent=is_urgent):
             return Verdict.NO_TIME
@@ -440,7 +439,7 @@ class Scheduler(RequestQueues):
         """Whether a step of decodes with this bucket keeps the strictest target."""
         if self.policy is None:
             return True
-        strictest_s = self.policy.strictest(self.columns.limit_s)
+        strictest_s = self.policy.strictest(self.columns.itl_targets())
         return self.policy.has_time(bucket.num_tokens, bucket.num_rows, self.kv_tokens, strictest_s)
 
     def _fit(self, seq: RequestState, most: int, grown: list[tuple[RequestState, int]]) -> int:

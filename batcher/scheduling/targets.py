@@ -29,10 +29,11 @@ The file has no clock. All times are seconds of the engine's clock, which are ha
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,6 +58,27 @@ _HARDLY_LONGER = 1.1
 _LEAST_MEMORY_S = 0.1
 
 
+class _Median:
+    """The median of the last values."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> float:
+        """Adds a value; returns the median."""
+        values, ordered = self._values, self._ordered
+        if len(values) == self._most:
+            del ordered[bisect_left(ordered, values.popleft())]
+        values.append(value)
+        insort(ordered, value)
+        return ordered[len(ordered) // 2]
+
+
 @dataclass(slots=True)
 class _Shape:
     """The estimate of the steps of one padded shape, and how wrong it was."""
@@ -64,8 +86,28 @@ class _Shape:
     base_s: float
     kv_token_s: float  # of reading the K/V of a token
     pair_s: float  # of the attention of a query to a token
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=15))  # seconds taken / estimated
+    ratios: _Median = field(default_factory=lambda: _Median(15))  # seconds taken / estimated
     ratio: float | None = None  # the median; None: there are too few
+
+    def raw_s(self, kv_tokens: float, pairs: float) -> float:
+        """The estimate of a step, without the correction."""
+        kv_s, pairs_s = kv_tokens * self.kv_token_s, pairs * self.pair_s
+        return self.base_s + (kv_s if kv_s > pairs_s else pairs_s)
+
+    def correction(self, usual: float) -> float:
+        """By which to multiply the estimate. `usual` is the median ratio of all shapes."""
+        if self.ratio is None:
+            return usual
+        least, most = usual / _SHAPE_SCALE, usual * _SHAPE_SCALE
+        return least if self.ratio < least else most if self.ratio > most else self.ratio
+
+
+class Prediction(NamedTuple):
+    """The predicted time of a step."""
+
+    shape: _Shape
+    raw_s: float  # the estimate, without the correction
+    seconds: float
 
 
 class StepPredictor:
@@ -84,51 +126,48 @@ class StepPredictor:
         self._estimate = estimate
         self._percentile = percentile
         self._shapes: dict[tuple[int, int], _Shape] = {}
-        self._recent: deque[float] = deque(maxlen=31)  # ratios of all shapes
-        self._usual = 1.0
-        self._taken = np.ones(_NUM_ERRORS)  # seconds taken / predicted, a ring
+        self._recent = _Median(31)  # of the ratios of all shapes
+        self.usual = 1.0  # their median
+        self._taken: deque[float] = deque(maxlen=_NUM_ERRORS)  # seconds taken / predicted
         self._num_learnt = 0
 
-    def raw(self, num_tokens: int, num_rows: int, kv_tokens: float, pairs: float) -> float:
-        """The estimate, without the correction. The arguments are those of `StepEstimate.seconds`."""
-        shape = self._shape(num_tokens, num_rows)
-        return shape.base_s + max(kv_tokens * shape.kv_token_s, pairs * shape.pair_s)
+    def predict(self, num_tokens: int, num_rows: int, kv_tokens: float, pairs: float) -> Prediction:
+        """The expected time of a step. The arguments are those of `StepEstimate.seconds`."""
+        shape = self.shape(num_tokens, num_rows)
+        raw_s = shape.raw_s(kv_tokens, pairs)
+        return Prediction(shape, raw_s, raw_s * shape.correction(self.usual))
 
     def seconds(self, num_tokens: int, num_rows: int, kv_tokens: float, pairs: float) -> float:
         """The expected seconds of a step."""
-        raw = self.raw(num_tokens, num_rows, kv_tokens, pairs)
-        ratio = self._shapes[num_tokens, num_rows].ratio
-        if ratio is None:
-            return raw * self._usual
-        return raw * min(max(ratio, self._usual / _SHAPE_SCALE), self._usual * _SHAPE_SCALE)
+        return self.of_shape(self.shape(num_tokens, num_rows), kv_tokens, pairs)
 
-    def learn(self, num_tokens: int, num_rows: int, raw_s: float, predicted_s: float, took_s: float) -> None:
-        """Learns from a step that `raw` estimated, `seconds` predicted, and that took `took_s`."""
-        if raw_s <= 0 or took_s <= 0:
+    def of_shape(self, shape: _Shape, kv_tokens: float, pairs: float) -> float:
+        """The expected seconds of a step of a shape."""
+        return shape.raw_s(kv_tokens, pairs) * shape.correction(self.usual)
+
+    def learn(self, predicted: Prediction, took_s: float) -> None:
+        """Learns from a step that took `took_s`."""
+        if predicted.raw_s <= 0 or took_s <= 0:
             return
-        shape, ratio = self._shape(num_tokens, num_rows), took_s / raw_s
-        shape.ratios.append(ratio)
+        shape, ratio = predicted.shape, took_s / predicted.raw_s
+        median = shape.ratios.add(ratio)
         if len(shape.ratios) > 2:
-            shape.ratio = _median(shape.ratios)
-        self._recent.append(ratio)
-        self._usual = min(max(_median(self._recent), 1 / _SCALE), _SCALE)
-        self._taken[self._num_learnt % _NUM_ERRORS] = took_s / predicted_s
+            shape.ratio = median
+        self.usual = min(max(self._recent.add(ratio), 1 / _SCALE), _SCALE)
+        self._taken.append(took_s / predicted.seconds)
         self._num_learnt += 1
         if self._num_learnt % _ERRORS_AT_ONCE == 0:
-            taken = self._learnt()
-            taken = np.sort(taken[taken <= _MOST_MARGIN])
-            self.margin = max(1.0, float(taken[int(self._percentile * (len(taken) - 1))])) if len(taken) else 1.0
+            taken = sorted(each for each in self._taken if each <= _MOST_MARGIN)
+            self.margin = max(1.0, taken[int(self._percentile * (len(taken) - 1))]) if taken else 1.0
 
     def errors(self) -> dict[str, float]:
         """The median and the 95th percentile of the errors of the last predictions, as shares of them; 0 before there
         are any."""
-        found = np.quantile(np.abs(self._learnt() - 1), (0.5, 0.95)) if self._num_learnt else np.zeros(2)
+        found = np.quantile(np.abs(np.array(self._taken) - 1), (0.5, 0.95)) if self._taken else np.zeros(2)
         return dict(zip(("p50", "p95"), found.tolist(), strict=True))
 
-    def _learnt(self) -> np.ndarray:
-        return self._taken[: min(self._num_learnt, _NUM_ERRORS)]
-
-    def _shape(self, num_tokens: int, num_rows: int) -> _Shape:
+    def shape(self, num_tokens: int, num_rows: int) -> _Shape:
+        """The estimate of a padded shape."""
         shape = self._shapes.get((num_tokens, num_rows))
         if shape is None:
             many, seconds = 1e6, self._estimate.seconds
@@ -137,17 +176,6 @@ class StepPredictor:
             pairs_s = seconds(num_tokens, num_rows, kv_tokens=0, pairs=many) - base_s
             shape = self._shapes[num_tokens, num_rows] = _Shape(base_s, kv_s / many, pairs_s / many)
         return shape
-
-
-@dataclass(frozen=True, slots=True)
-class _Dispatched:
-    """A step in flight, and its prediction."""
-
-    number: int
-    num_tokens: int
-    num_rows: int
-    raw_s: float
-    seconds: float
 
 
 class StepPolicy:
@@ -163,36 +191,35 @@ class StepPolicy:
         self._token_budget = ladder.config.max_num_batched_tokens
         plain = [b for b in ladder.buckets() if not b.num_drafts and not b.has_adapters]
         self._decodes = sorted({b.num_rows for b in plain if b.decode_only})
-        self._mixed: dict[int, list[int]] = {}  # tokens, descending -> rows, ascending
+        mixed: dict[int, list[int]] = {}  # tokens, descending -> rows, ascending
         for tokens, rows in sorted({(b.num_tokens, -b.num_rows) for b in plain if not b.decode_only}, reverse=True):
-            self._mixed.setdefault(tokens, []).append(-rows)
+            mixed.setdefault(tokens, []).append(-rows)
+        # The programs of each number of tokens, the most first: their rows, ascending, and their shapes.
+        self._mixed = [
+            (tokens, rows, [self.predictor.shape(tokens, r) for r in rows]) for tokens, rows in mixed.items()
+        ]
         self._patience = math.ceil(1 / (1 - percentile)) - 1  # steps without a token for prompts
         self._num_without = Counter[int]()  # such steps in a row, by model
         self.step_s = 0.0  # predicted, of the step that is planned now, if prompts use all that they may
         self._num_decodes = self._kv_tokens = 0  # of that step
-        self._in_flight: deque[_Dispatched] = deque()
+        self._in_flight: deque[tuple[int, Prediction]] = deque()  # the steps' numbers
         self._busy_until_s = 0.0
         self._admitted_tokens = self._admitting_s = 0.0  # while requests waited; both fade
         self._num_steps, self.usual_s = 0, 0.0  # the mean time of the last steps with decodes
 
-        most, few = next(iter(self._mixed)), next(reversed(self._mixed))
-        rows = self._mixed[most][-1]
-        step_s = estimate.seconds(most, rows, kv_tokens=0, pairs=0)
-        pair_s = (estimate.seconds(most, rows, kv_tokens=0, pairs=1e6) - step_s) / 1e6
-        self._pair_cost = pair_s * most / step_s
-        self._smallest = few, self._mixed[few][0]
-        free_s = _HARDLY_LONGER * estimate.seconds(*self._smallest, kv_tokens=0, pairs=0)
-        self._free_tokens = max(
-            t for t, rows in self._mixed.items() if estimate.seconds(t, rows[0], kv_tokens=0, pairs=0) <= free_s
-        )
+        most, _, (*_, largest) = self._mixed[0]
+        self._pair_cost = largest.pair_s * most / largest.base_s
+        self._smallest = self._mixed[-1][2][0]
+        free_s = _HARDLY_LONGER * self._smallest.base_s
+        self._free_tokens = max(tokens for tokens, _, (fewest, *_) in self._mixed if fewest.base_s <= free_s)
 
     # --- the next step ---
 
-    def strictest(self, itl_s: np.ndarray | float) -> float:
+    def strictest(self, itl_s: Iterable[float]) -> float:
         """The shortest of these ITL targets, in seconds. Targets that limit no step (rule 1) do not count. Infinity:
         there is none."""
-        can_be_kept = itl_s >= self.predictor.seconds(*self._smallest, 0, 0)
-        return float(np.min(itl_s, initial=math.inf, where=can_be_kept))
+        shortest_s = self.predictor.of_shape(self._smallest, 0, 0)
+        return min((each for each in itl_s if each >= shortest_s), default=math.inf)
 
     def prompt_tokens(
         self,
@@ -223,14 +250,14 @@ class StepPolicy:
     def _fitting(self, num_decodes: int, kv_tokens: int, strictest_s: float, past: int, share_held: float) -> int:
         notices = num_decodes > 0 and strictest_s < math.inf
         longest_s = _PAGES_HELD / share_held * self.usual_s if share_held and self._num_steps else math.inf
-        for tokens, row_rungs in self._mixed.items():
+        most_s = strictest_s / self.predictor.margin
+        for tokens, row_rungs, shapes in self._mixed:
             if num_decodes >= row_rungs[-1]:
                 break
-            rows = row_rungs[bisect_left(row_rungs, num_decodes + 1)]
+            shape = shapes[bisect_left(row_rungs, num_decodes + 1)]
             count = min(tokens, self._token_budget) - num_decodes
-            self.step_s = self.predictor.seconds(tokens, rows, kv_tokens, kv_tokens + (past + count / 2) * count)
-            has_pages = tokens <= self._free_tokens or self.step_s <= longest_s
-            if not notices or (has_pages and self.step_s * self.predictor.margin <= strictest_s):
+            self.step_s = self.predictor.of_shape(shape, kv_tokens, kv_tokens + (past + count / 2) * count)
+            if not notices or (self.step_s <= most_s and (tokens <= self._free_tokens or self.step_s <= longest_s)):
                 return count
         return 0
 
@@ -279,9 +306,11 @@ class StepPolicy:
         mine = turn_of(seq)
         before = sum(left for turn, left in begun if turn < mine)
         num_steps, rest = divmod(before + num_left, max(1, self.slack_tokens))
-        tokens = min((t for t in self._mixed if t >= rest + self._num_decodes), default=self._token_budget)
-        last_s = self.predictor.seconds(tokens, self._mixed[tokens][0], self._kv_tokens, self._kv_tokens)
-        first_s = max(now, self._busy_until_s) + num_steps * self.step_s + (last_s if rest else 0.0)
+        first_s = max(now, self._busy_until_s) + num_steps * self.step_s
+        if rest:
+            fits = (shapes for tokens, _, shapes in reversed(self._mixed) if tokens >= rest + self._num_decodes)
+            last = next(fits, self._mixed[0][2])[0]
+            first_s += self.predictor.of_shape(last, self._kv_tokens, self._kv_tokens)
         return seq.arrived_s + ttft_s - first_s
 
     def wait_s(self, seq: RequestState, waiting: Iterable[RequestState]) -> float:
@@ -298,9 +327,9 @@ class StepPolicy:
         """Records a step, with its bucket as it is dispatched."""
         tokens, rows = plan.bucket.num_tokens, plan.bucket.num_rows
         pairs = kv_tokens + sum((chunk.start + chunk.count / 2) * chunk.count for chunk in plan.chunks)
-        raw_s = self.predictor.raw(tokens, rows, kv_tokens, pairs)
-        seconds = self.predictor.seconds(tokens, rows, kv_tokens, pairs)
-        self._in_flight.append(_Dispatched(plan.number, tokens, rows, raw_s, seconds))
+        predicted = self.predictor.predict(tokens, rows, kv_tokens, pairs)
+        seconds = predicted.seconds
+        self._in_flight.append((plan.number, predicted))
         self._busy_until_s = max(self._busy_until_s, now) + seconds
         if len(plan.rows) > len(plan.chunks):
             self._num_steps = min(self._num_steps + 1, _USUAL_STEPS)
@@ -314,11 +343,10 @@ class StepPolicy:
 
     def returned(self, number: int, now: float, took_s: float) -> None:
         """Records that a step has returned after `took_s` seconds on the device."""
-        if not self._in_flight or self._in_flight[0].number != number:  # it was dispatched before there was a policy
+        if not self._in_flight or self._in_flight[0][0] != number:  # it was dispatched before there was a policy
             return
-        step = self._in_flight.popleft()
-        self.predictor.learn(step.num_tokens, step.num_rows, step.raw_s, step.seconds, took_s)
-        self._busy_until_s = now + sum(each.seconds for each in self._in_flight)
+        self.predictor.learn(self._in_flight.popleft()[1], took_s)
+        self._busy_until_s = now + sum(predicted.seconds for _, predicted in self._in_flight)
 
 
 def turn_of(seq: RequestState, *, last_first: bool = False) -> Turn:
@@ -329,8 +357,3 @@ def turn_of(seq: RequestState, *, last_first: bool = False) -> Turn:
 def begun_of(seq: RequestState) -> Begun:
     """A prompt that is computed, for `slack_s`."""
     return turn_of(seq), len(seq.to_compute) - seq.num_computed
-
-
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]

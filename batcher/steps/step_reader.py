@@ -112,8 +112,8 @@ class StepReader:
             seq.output.append(token)
         columns.left[slots] = left
         gaps = reading.now - columns.last_token_s[slots]
-        counting.count_gaps(self._counts, gaps)
-        if self._scheduler.policy is not None:
+        longest_s = counting.count_gaps(self._counts, gaps)
+        if self._scheduler.policy is not None and longest_s > columns.shortest_itl_s:
             columns.num_late[slots] += gaps > columns.itl_s[slots]
         columns.last_token_s[slots] = reading.now
         left_of_page = columns.left_of_page[slots] - 1

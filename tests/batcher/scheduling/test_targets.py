@@ -65,9 +65,9 @@ def test_a_wrong_table_is_right_after_eight_steps_and_slow_steps_do_not_matter(l
     shapes = [(64 << i, 8) for i in range(len(lies))]
     for number in range(16):
         for shape, lie in zip(shapes, lies, strict=True):
-            raw, predicted = predictor.raw(*shape, 0, 0), predictor.seconds(*shape, 0, 0)
+            predicted = predictor.predict(*shape, 0, 0)
             accident = slowness if is_slow[number] and number % 8 == 7 else 1.0
-            predictor.learn(*shape, raw, predicted, raw * lie * accident)
+            predictor.learn(predicted, predicted.raw_s * lie * accident)
     for shape, lie in zip(shapes, lies, strict=True):
         assert predictor.seconds(*shape, 0, 0) == pytest.approx(lie * TABLE.seconds(*shape, kv_tokens=0, pairs=0))
     assert 1.0 <= predictor.margin <= 1.5
@@ -77,8 +77,8 @@ def test_a_wrong_table_is_right_after_eight_steps_and_slow_steps_do_not_matter(l
 def test_a_shape_that_has_not_run_is_predicted_like_the_others(lie):
     predictor = StepPredictor(TABLE)
     for _ in range(20):
-        raw = predictor.raw(64, 8, 0, 0)
-        predictor.learn(64, 8, raw, predictor.seconds(64, 8, 0, 0), raw * lie)
+        predicted = predictor.predict(64, 8, 0, 0)
+        predictor.learn(predicted, predicted.raw_s * lie)
     assert predictor.seconds(512, 8, 0, 0) == pytest.approx(lie * TABLE.seconds(512, 8, kv_tokens=0, pairs=0))
     assert predictor.errors()["p50"] == pytest.approx(0, abs=1e-9)
 
