@@ -27,7 +27,6 @@ from jax.sharding import PartitionSpec as P
 from batcher.step import pages_of_small_copy
 from model.compiling.program import Program
 from model.execution.adapter_arrays import bytes_of
-from model.execution.host_copy import HostCopy, ranges
 from model.execution.step import DeviceState
 
 # Most bytes of a copy on a device. A link of 32 GB/s moves them in a millisecond. The fixed costs of a copy are less.
@@ -36,6 +35,7 @@ MAX_PAGES_OF_COPY = 64
 NULL_PAGE = 0
 
 Copy = list[jax.Array]
+Index = tuple[tuple[int, int, int], ...]  # (start, stop, step) of each axis, which identify a part of an array
 
 
 def pages_of_copy(page: int) -> int:
@@ -112,15 +112,16 @@ class PageCopies:
         form = self._forms[self._size_of(len(pages))]
         copy, stop = [], 0
         for like in form:
-            parts = {}
+            parts: dict[Index, np.ndarray] = {}
             of_devices = like.sharding.addressable_devices_indices_map(like.shape).values()
-            for index in sorted({ranges(index, like.shape) for index in of_devices if index is not None}):
+            for index in sorted({_ranges(index, like.shape) for index in of_devices if index is not None}):
                 values = np.empty([len(range(*axis)) for axis in index], like.dtype)
                 start, stop = stop, stop + values[0].nbytes
                 for value, page in zip(_bytes(values), pages, strict=False):
                     value[:] = page[start:stop]
                 parts[index] = values
-            copy.append(HostCopy(like.shape, like.sharding, parts).on_devices())
+            part = partial(_part, parts, like.shape)
+            copy.append(jax.make_array_from_callback(like.shape, like.sharding, part))
         return StagedPages(jax.block_until_ready(copy))
 
     def _size_of(self, count: int) -> int:
@@ -148,7 +149,7 @@ class PagesRead:
         self._count = count
         self._parts: list[jax.Array] = []
         for array in copy:
-            parts = {ranges(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+            parts = {_ranges(shard.index, array.shape): shard.data for shard in array.addressable_shards}
             self._parts += [parts[index] for index in sorted(parts)]
         for part in self._parts:
             part.copy_to_host_async()
@@ -236,6 +237,15 @@ def _of_copy(sharding: Sharding, page_axis: int, ndim: int) -> Sharding:
     while axes and axes[-1] is None:
         axes.pop()
     return NamedSharding(sharding.mesh, P(*axes))
+
+
+def _ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+    return tuple(axis.indices(size) for axis, size in zip(index, shape, strict=True))
+
+
+def _part(parts: Mapping[Index, np.ndarray], shape: tuple[int, ...], index: tuple[slice, ...] | None) -> np.ndarray:
+    assert index is not None
+    return parts[_ranges(index, shape)]
 
 
 def _bytes(values: np.ndarray) -> np.ndarray:

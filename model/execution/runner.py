@@ -21,7 +21,7 @@ from batcher.step import Bucket, Capacity, StepHandle, StepInput, StepOutput, We
 from model.execution import adapter_arrays, memory_plan
 from model.execution.compiled_programs import CompiledPrograms
 from model.execution.device_memory import device_memory
-from model.execution.host_copy import HostCopy
+from model.execution.host_copy import DEVICE, copied
 from model.execution.memory_plan import RunnerConfig
 from model.execution.page_copies import NULL_PAGE, PageCopies, PagesRead, StagedPages
 from model.execution.step import DeviceState, KvScales, OutputLayout, history_blocks
@@ -195,15 +195,15 @@ class ModelRunner:
         if state:
             self._free_state()
 
-    def restore(self, weights: Sequence[HostCopy], *, with_state: bool = True) -> None:
-        """Copies the weights back to the device, and allocates an empty state.
+    def restore(self, weights: Sequence[jax.Array], *, with_state: bool = True) -> None:
+        """Copies the weights, which are in the host's memory, back to the device, and allocates an empty state.
 
         Raises RuntimeError if the device has no room. It then frees what it has copied.
         """
         restored: list[jax.Array] = []
         try:
-            for copy in weights:
-                restored.append(copy.on_devices())
+            for array in weights:
+                restored.append(copied(array, DEVICE))
             jax.block_until_ready(restored)
             if with_state:
                 self.allocate()

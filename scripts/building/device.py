@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -23,12 +24,15 @@ from model.compiling.compiler_options import ALLOCATOR_VARIABLE, GPU_ALLOCATOR
 from model.inputs.paths import Place, check_local, place
 from model.inputs.private_folders import check_private, make_folder
 from model.inputs.remote import RemotePath
-from pallas_kernels.chips import GPU_POOL_SHARE
+from pallas_kernels.chips import GIB, GPU_POOL_SHARE
 from pallas_kernels.cpu import library
 from scripts.building.described_chips import is_described
 from scripts.flags.settings import EngineSettings
 
 logger = logging.getLogger("pallas_serve")
+
+HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # GiB of pinned memory; XLA reads it when it starts on a GPU
+XLA_HOST_LIMIT = 64  # GiB, without the variable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +172,7 @@ def start_jax(
     if device == "cuda":
         allocator = GPU_ALLOCATOR if is_described(device) or check_cuda() else "default"
         os.environ.setdefault(ALLOCATOR_VARIABLE, allocator)
+        os.environ.setdefault(HOST_LIMIT_VARIABLE, str(XLA_HOST_LIMIT + math.ceil(host_bytes(settings) / GIB)))
     if join is not None:
         join()
     try:
@@ -182,6 +187,14 @@ def start_jax(
 
         keep_compilations(folder)
     return platform
+
+
+def host_bytes(settings: EngineSettings) -> int:
+    """The bytes of the host's memory for models that are not on a chip."""
+    from model.execution.device_memory import host_memory
+
+    asked = settings.models_host_memory
+    return host_memory().free // 2 if asked is None else int(asked * GIB)
 
 
 def check_cuda() -> bool:

@@ -26,13 +26,15 @@ from flax import nnx
 from batcher.grammar import Grammars
 from batcher.stats import ModelState
 from model.compiling.compile_cache import expecting_compiles
-from model.execution.device_memory import host_memory
-from model.execution.host_copy import HostCopy
+from model.execution.host_copy import DEVICE, HOST, copied
 from model.inputs.paths import Place, place
+from model.inputs.words import one_line
 from model.loading.hf_format import is_adapter
 from model.loading.merged import MergedWeights
 from model.loading.remote_tensors import readable
 from model.loading.weights_digest import files_of
+from pallas_kernels.chips import GIB
+from scripts.building.device import host_bytes
 from scripts.building.load import Loader, find_kv_scales
 from scripts.building.weights import ChosenWeights, choose_weights, find_end_tokens
 from server.engine.adapters import AdapterError
@@ -46,16 +48,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
-HOST_SHARE = 0.5  # of the host's free memory, for copies of weights
-
 
 @dataclass(frozen=True)
 class _Kept:
     """A model in the host's memory."""
 
     structure: Any
-    copies: Any  # a tree of HostCopy
+    copies: Any  # the state
     kv_scales: np.ndarray | None
     num_bytes: int
 
@@ -73,11 +72,9 @@ class RunnersModels:
         self._loader: Loader | None = None
         self._chosen: dict[int, ChosenWeights] = {}  # by identity
         self._kept: OrderedDict[int, _Kept] = OrderedDict()  # the most recently used last
-        asked = plan.settings.models_host_memory
-        if asked is None:
-            self._most_bytes = 0 if plan.device.platform == "cpu" else int(HOST_SHARE * host_memory().free)
-        else:
-            self._most_bytes = int(asked * GIB)
+        settings = plan.settings
+        is_mapped = settings.models_host_memory is None and plan.device.platform == "cpu"
+        self._most_bytes = 0 if is_mapped else host_bytes(settings)
 
     def read_with(self, loader: Loader) -> None:
         """Reads weights with this loader from now on. It reports nothing: it reads while requests are served."""
@@ -90,11 +87,10 @@ class RunnersModels:
         size = sum(array.nbytes for array in arrays)
         if size > self._most_bytes:
             return None
-        copy = HostCopy.of(max(arrays, key=lambda array: array.nbytes))
+        copy = jax.block_until_ready(copied(max(arrays, key=lambda array: array.nbytes), HOST))
         began = time.perf_counter()
-        copied = jax.block_until_ready(copy.on_devices())
-        speed = copied.nbytes / (time.perf_counter() - began)
-        copied.delete()
+        jax.block_until_ready(copied(copy, DEVICE))
+        speed = copy.nbytes / (time.perf_counter() - began)
         return f"{size / speed:.2f} s: {size / GIB:.2f} GiB at {speed / GIB:.3g} GiB/s, which a copy has reached"
 
     def add(self, identity: int, weights: ChosenWeights) -> None:
@@ -143,8 +139,7 @@ class RunnersModels:
             if kept is not None:
                 self._kept.move_to_end(identity)
         if kept is not None:
-            state = jax.tree.map(HostCopy.on_devices, kept.copies, is_leaf=lambda x: isinstance(x, HostCopy))
-            return nnx.merge(kept.structure, state), kept.kv_scales
+            return nnx.merge(kept.structure, jax.tree.map(partial(copied, memory=DEVICE), kept.copies)), kept.kv_scales
         if weights is None:
             raise ValueError("the model has been unloaded")
         return self._read(identity, weights)
@@ -173,13 +168,14 @@ class RunnersModels:
             while sum(kept.num_bytes for kept in self._kept.values()) + size > self._most_bytes:
                 self._kept.popitem(last=False)
         try:
-            kept = _Kept(structure, jax.tree.map(HostCopy.of, state), kv_scales, size)
-        except MemoryError:
-            logger.warning("the host's memory has no room for a model, in spite of --models-host-memory")
+            copies = jax.block_until_ready(jax.tree.map(partial(copied, memory=HOST), state))
+        except jax.errors.JaxRuntimeError as error:
+            words = one_line(str(error))
+            logger.warning("the host's memory has no room for a model, in spite of --models-host-memory: %s", words)
             return
         with self._lock:
             if identity in self._chosen:
-                self._kept[identity] = kept
+                self._kept[identity] = _Kept(structure, copies, kv_scales, size)
 
 
 def choose_model(plan: EnginePlan, path: str) -> ChosenWeights:

@@ -9,6 +9,9 @@ import traceback
 from collections.abc import Collection, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
+import jax
+
+from model.execution.host_copy import DEVICE, HOST, copied
 from model.inputs.paths import is_url, place
 from model.inputs.words import one_line
 from scripts.building.load import Loaded, Loader
@@ -17,11 +20,10 @@ from server.engine.wire import KV_CACHE, PARTS, WEIGHTS, ChangeWeights, InShared
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig
-    from model.execution.host_copy import HostCopy
     from model.execution.runner import ModelRunner
     from model.loading.given_tensors import GivenWeights
 
-Copies = Mapping[int, "HostCopy"]  # copies of the runner's weights, by their indices in `ModelRunner.weights`
+Copies = Mapping[int, jax.Array]  # of the runner's weights in the host's memory, by indices in `ModelRunner.weights`
 
 
 class RunnerSleep:
@@ -43,15 +45,13 @@ class RunnerSleep:
 
         Raises ValueError if the host's memory has no room.
         """
-        from model.execution.host_copy import HostCopy
-
         if WEIGHTS in self.missing:
             return self._held if level == 1 else self._of_drafts()
         kept = [place for place in range(len(self._runner.weights)) if level == 1 or place not in self._given]
         try:
-            return {place: HostCopy.of(self._runner.weights[place]) for place in kept}
-        except MemoryError as error:
-            raise ValueError("the host's memory has no room for the weights") from error
+            return jax.block_until_ready({place: copied(self._runner.weights[place], HOST) for place in kept})
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(f"the host's memory has no room for the weights: {one_line(str(error))}") from error
 
     def sleep(self, copies: Copies) -> None:
         """Frees the device's memory of all parts. Keeps `copies` for `bring`."""
@@ -85,7 +85,7 @@ class RunnerSleep:
     def took_others(self) -> None:
         """Notes that the model has other weights, which are on the device. Brings the draft model's weights back."""
         for index, copy in self._of_drafts().items():
-            self._runner.weights[index] = copy.on_devices()
+            self._runner.weights[index] = copied(copy, DEVICE)
         self._held, self.missing = {}, self.missing - {WEIGHTS}
 
     def took_all(self, *, with_state: bool) -> None:

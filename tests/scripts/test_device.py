@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from model.compiling.compiler_options import ALLOCATOR_VARIABLE
-from scripts.building.device import HAS_MAPPED_MEMORY, start_jax
+from scripts.building.device import HAS_MAPPED_MEMORY, HOST_LIMIT_VARIABLE, start_jax
 from scripts.flags.settings import EngineSettings
 from tests.c_compiler import compiler
 
@@ -93,10 +93,10 @@ import jax
 from scripts.building.device import start_jax
 from scripts.flags.settings import EngineSettings
 def devices():  # jax starts XLA's client here
-    raise RuntimeError(os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"])
+    raise RuntimeError(f"{os.environ['XLA_PYTHON_CLIENT_ALLOCATOR']} {os.environ['XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB']}")
 jax.devices = devices
 try:
-    start_jax(EngineSettings(device="cuda", compile_cache="none"))
+    start_jax(EngineSettings(device="cuda", compile_cache="none", models=["a=b"], models_host_memory=99.5))
 except ValueError as error:
     print(error)
 """
@@ -105,15 +105,18 @@ except ValueError as error:
 @pytest.mark.parametrize(
     ("maps", "given", "expected"),
     [
-        (HAS_MAPPED_MEMORY, {}, "vmm"),
-        (0, {}, "default"),
-        (HAS_MAPPED_MEMORY, {ALLOCATOR_VARIABLE: "default"}, "default"),
+        (HAS_MAPPED_MEMORY, {}, "vmm 164"),
+        (0, {}, "default 164"),
+        (HAS_MAPPED_MEMORY, {ALLOCATOR_VARIABLE: "default"}, "default 164"),
+        (0, {HOST_LIMIT_VARIABLE: "7"}, "default 7"),
     ],
 )
-def test_the_allocator_is_chosen_before_jax_starts(tmp_path, maps, given, expected):
-    """A graph need not be updated for memory that is mapped. A user's own choice stays."""
+def test_the_allocators_are_chosen_before_jax_starts(tmp_path, maps, given, expected):
+    """A graph need not be updated for memory that is mapped. Pinned memory has room for models. A user's own choice
+    stays."""
     make_driver(tmp_path, version=13000, init=0, count=1, maps=maps)
-    environment = {name: value for name, value in os.environ.items() if name != ALLOCATOR_VARIABLE}
+    chosen = {ALLOCATOR_VARIABLE, HOST_LIMIT_VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name not in chosen}
     environment |= {"LD_LIBRARY_PATH": str(tmp_path)} | given
     command = [sys.executable, "-c", ALLOCATOR]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from model.execution.host_copy import HostCopy
+from model.execution.host_copy import HOST, copied
 from model.loading.given_tensors import GivenWeights
 from scripts.building import device
 from scripts.building.runner import Built, build_runner
@@ -77,7 +77,7 @@ def test_mapped_weights_are_updated_and_put_aside_as_others_are(tmp_path):
     before = weights(start(folder)[0])
     built, how = start(folder)
     assert how == "mapped"
-    copies = [HostCopy.of(array) for array in built.runner.weights]
+    copies = [copied(array, HOST) for array in built.runner.weights]
     built.runner.release()
     built.runner.restore(copies)
     assert are_equal(weights(built), before)
