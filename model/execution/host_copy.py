@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 DEVICE, HOST = "device", "pinned_host"  # JAX's names of a device's own memory, and of memory that it copies from itself
@@ -11,13 +12,17 @@ DEVICE, HOST = "device", "pinned_host"  # JAX's names of a device's own memory, 
 def copied(array: jax.Array, memory: str) -> jax.Array:
     """Starts a copy of the array to the other memory of its devices. `memory`: DEVICE or HOST.
 
+    A CPU copies nothing, because its memory is the host's: both arrays have the same bytes, and each can be deleted.
     With several hosts, every process copies the parts of its own devices. `jax.device_put` of the whole array would
     compile a program for all hosts.
 
     Raises JaxRuntimeError if there is no room.
     """
     parts = [
-        jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=memory))
+        jax.device_put(
+            np.asarray(shard.data) if shard.device.platform == "cpu" else shard.data,
+            SingleDeviceSharding(shard.device, memory_kind=memory),
+        )
         for shard in array.addressable_shards
     ]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding.with_memory_kind(memory), parts)

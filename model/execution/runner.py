@@ -74,8 +74,8 @@ class ModelRunner:
             Its weights are arrays or abstract, like those of `model`.
         adapter_weights: gives the weights of a LoRA adapter by its identity, for `stage`; None: there are no
             adapters.
-        model_weights: gives another model's weights on the devices, with its K/V scales, by its identity, for `stage`;
-            None: there is one model only.
+        model_weights: gives another model's weights on the devices, by their paths, with its K/V scales, by its
+            identity, for `stage`; None: there is one model only.
 
     Attributes:
         described: the shapes of the programs' arguments.
@@ -99,7 +99,7 @@ class ModelRunner:
         keeps_executables: bool = True,
         draft: tuple[Llama | EagleHead, PagedAttention] | None = None,
         adapter_weights: Callable[[int], LoraWeights] | None = None,
-        model_weights: Callable[[int], tuple[Llama, np.ndarray | None]] | None = None,
+        model_weights: Callable[[int], tuple[Mapping[str, jax.Array], np.ndarray | None]] | None = None,
     ) -> None:
         self._attention = attention
         self._adapter_weights, self._model_weights = adapter_weights, model_weights
@@ -350,8 +350,8 @@ class ModelRunner:
     def _stage_model(self, identity: int) -> None:
         assert self._model_weights is not None, "the runner was made for one model"
         try:
-            model, kv_scales = self._model_weights(identity)
-            weights = self.described.weights_with(model, self.weights)
+            weights, kv_scales = self._model_weights(identity)
+            weights = self.described.weights_with(weights, self.weights)
             self._others[identity] = jax.block_until_ready((weights, self._placed_scales(kv_scales)))
         except jax.errors.JaxRuntimeError as error:
             raise ValueError(f"the device has no room for them: {one_line(str(error))}") from error

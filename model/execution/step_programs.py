@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -109,11 +109,11 @@ class StepPrograms:
             raise ValueError("these are not the weights that the runner was made for: shapes or placement differ")
         return weights
 
-    def weights_with(self, model: Llama, others: Sequence[jax.Array]) -> list[jax.Array]:
+    def weights_with(self, model: Mapping[str, jax.Array], others: Sequence[jax.Array]) -> list[jax.Array]:
         """The weights of `model`, and those in `others` of a network that drafts. Raises ValueError as `weights_of`."""
         weights = list(others)
-        for path, variable in nnx.to_flat_state(nnx.state(model)):
-            weights[self.numbers[".".join(map(str, path))]] = variable.get_value()
+        for path, array in model.items():
+            weights[self.numbers[path]] = array
         if _described(weights) != self.weights_like:
             raise ValueError("these are not the weights that the runner was made for: shapes or placement differ")
         return weights
@@ -121,8 +121,7 @@ class StepPrograms:
     @cached_property
     def numbers(self) -> dict[str, int]:
         """Path of a parameter of the model -> its index in `weights_of`."""
-        numbered = jax.tree.unflatten(self._tree, range(len(self.weights_like)))[0]
-        return {".".join(map(str, path)): number.get_value() for path, number in nnx.to_flat_state(numbered)}
+        return by_path(jax.tree.unflatten(self._tree, range(len(self.weights_like)))[0])
 
     def model_of(self, weights: list[jax.Array]) -> Llama:
         """The model with these weights, which have the order of `weights_of`."""
@@ -307,6 +306,11 @@ def device_of(sharding: jax.sharding.Sharding) -> jax.Device:
     """The device of a sharding with the lowest id among those of this process."""
     devices: Iterable[Any] = sharding.addressable_devices
     return min(devices, key=lambda device: device.id)
+
+
+def by_path(state: Any) -> dict[str, Any]:
+    """The arrays of a module's state by their paths, such as `layers.0.attention.out.kernel`."""
+    return {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(state)}
 
 
 def _flatten(weights: tuple[Any, ...]) -> tuple[list[Any], Any]:

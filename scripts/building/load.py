@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +182,13 @@ def _prepared_file(folder: Path | None, weights: ChosenWeights | ChosenHead, chi
         for value in [variable.get_value()]
     ]
     facts = (weights.stored, sorted(chips.form.items()), shapes, sorted(map(_version, local)))
-    return folder / f"{fingerprint(_PACKAGES, facts, jax.devices()[0])}{SUFFIX}"
+    return folder / f"{hashlib.sha256(repr((_code(), facts)).encode()).hexdigest()[:32]}{SUFFIX}"
+
+
+@cache
+def _code() -> str:
+    """The version of the code, which this process does not change. Reading it takes as long as mapping a model."""
+    return fingerprint(_PACKAGES, (), jax.devices()[0])
 
 
 def _version(file: Path) -> tuple[Any, ...]:

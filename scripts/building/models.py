@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -27,6 +26,7 @@ from batcher.grammar import Grammars
 from batcher.stats import ModelState
 from model.compiling.compile_cache import expecting_compiles
 from model.execution.host_copy import DEVICE, HOST, copied
+from model.execution.step_programs import by_path
 from model.inputs.paths import Place, place
 from model.inputs.words import one_line
 from model.loading.hf_format import is_adapter
@@ -49,14 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A model in the host's memory."""
-
-    structure: Any
-    copies: Any  # the state
-    kv_scales: np.ndarray | None
-    num_bytes: int
+Weights = tuple[dict[str, jax.Array], np.ndarray | None]  # a model's arrays by their paths, and its K/V scales
 
 
 class RunnersModels:
@@ -71,7 +64,7 @@ class RunnersModels:
         self._lock = Lock()
         self._loader: Loader | None = None
         self._chosen: dict[int, ChosenWeights] = {}  # by identity
-        self._kept: OrderedDict[int, _Kept] = OrderedDict()  # the most recently used last
+        self._kept: OrderedDict[int, Weights] = OrderedDict()  # in the host's memory; the most recently used last
         settings = plan.settings
         is_mapped = settings.models_host_memory is None and plan.device.platform == "cpu"
         self._most_bytes = 0 if is_mapped else host_bytes(settings)
@@ -129,8 +122,8 @@ class RunnersModels:
         with self._lock:
             return {model: ModelState.HOST if model in self._kept else ModelState.DISK for model in self._chosen}
 
-    def weights(self, identity: int) -> tuple[Llama, np.ndarray | None]:
-        """The model on the devices, and its K/V scales.
+    def weights(self, identity: int) -> Weights:
+        """The model's weights on the devices.
 
         Raises ValueError or OSError if its files have changed or cannot be read.
         """
@@ -139,12 +132,12 @@ class RunnersModels:
             if kept is not None:
                 self._kept.move_to_end(identity)
         if kept is not None:
-            return nnx.merge(kept.structure, jax.tree.map(partial(copied, memory=DEVICE), kept.copies)), kept.kv_scales
+            return {path: copied(array, DEVICE) for path, array in kept[0].items()}, kept[1]
         if weights is None:
             raise ValueError("the model has been unloaded")
         return self._read(identity, weights)
 
-    def _read(self, identity: int, weights: ChosenWeights) -> tuple[Llama, np.ndarray | None]:
+    def _read(self, identity: int, weights: ChosenWeights) -> Weights:
         loader = self._loader
         assert loader is not None, "models are brought after the start"
         if identity_of(weights) != identity:
@@ -154,28 +147,28 @@ class RunnersModels:
         if spec.has_kv_scales:
             with expecting_compiles():
                 kv_scales, _ = find_kv_scales(loaded.model, loaded.kv_ranges, spec)
-        self._keep(identity, loaded.model, kv_scales)
-        return loaded.model, kv_scales
+        arrays = by_path(nnx.state(loaded.model))
+        self._keep(identity, arrays, kv_scales)
+        return arrays, kv_scales
 
-    def _keep(self, identity: int, model: Llama, kv_scales: np.ndarray | None) -> None:
+    def _keep(self, identity: int, arrays: dict[str, jax.Array], kv_scales: np.ndarray | None) -> None:
         """Keeps a copy in the host's memory if there is room, in place of the least recently used ones. Without one the
         model is read again."""
-        structure, state = nnx.split(model)
-        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+        size = sum(array.nbytes for array in arrays.values())  # of each model
         if size > self._most_bytes:
             return
         with self._lock:
-            while sum(kept.num_bytes for kept in self._kept.values()) + size > self._most_bytes:
+            while (len(self._kept) + 1) * size > self._most_bytes:
                 self._kept.popitem(last=False)
         try:
-            copies = jax.block_until_ready(jax.tree.map(partial(copied, memory=HOST), state))
+            copies = jax.block_until_ready({path: copied(array, HOST) for path, array in arrays.items()})
         except jax.errors.JaxRuntimeError as error:
             words = one_line(str(error))
             logger.warning("the host's memory has no room for a model, in spite of --models-host-memory: %s", words)
             return
         with self._lock:
             if identity in self._chosen:
-                self._kept[identity] = _Kept(structure, copies, kv_scales, size)
+                self._kept[identity] = copies, kv_scales
 
 
 def choose_model(plan: EnginePlan, path: str) -> ChosenWeights:

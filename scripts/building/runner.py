@@ -204,7 +204,8 @@ def build_runner(
             raise
     if models is not None:
         models.read_with(loader)
-        if not only_programs and (bound := models.describe_copy(runner.model())) is not None:
+        is_chip = not only_programs and plan.device.platform != "cpu"  # a CPU copies nothing
+        if is_chip and (bound := models.describe_copy(runner.model())) is not None:
             report(f"  models            one in the host's memory comes to the device in {bound}")
     info = _engine_info(plan, runner, chosen)
     if settings.kv_offloading_size:

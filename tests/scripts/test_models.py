@@ -179,9 +179,7 @@ def test_every_text_is_that_of_its_model_alone(folders, kind: str) -> None:
 
 def test_models_have_their_own_end_tokens_and_names(folders, tmp_path) -> None:
     place = shutil.copytree(folders["one"], tmp_path / "ends")
-    said: list[str] = []
-    with an_llm(folders, ("one",), models_host_memory=1, report=said.append) as llm:
-        assert len([line for line in said if "one in the host's memory comes to the device in " in line]) == 1
+    with an_llm(folders, ("one",), models_host_memory=1) as llm:
         tokens = texts(llm, ("one",))["one"][0]
         (place / "generation_config.json").write_text(f'{{"eos_token_id": {tokens[3]}}}')
         assert ask(llm, wire.LoadModel("ends", str(place))).error is None
