@@ -40,7 +40,7 @@ from scripts.building.build import build
 from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.flags.lora import check_names_differ
 from scripts.flags.serve import DECLARED, offline_settings
-from scripts.flags.settings import read_keywords
+from scripts.flags.settings import ServedSettings, read_keywords
 from scripts.offline.arguments import (
     AllParams,
     ChatOptions,
@@ -146,7 +146,8 @@ class LLM(EngineForTraining):
             folder = tokenizer_folder(asked, source, spare.path, tokenizer_revision)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
             self._tokens = tokens
-            engine, built, adapters = build(self.settings, report, lambda vocab_size: tokens, tokenizer_folder=folder)
+            served = ServedSettings(engine=self.settings, tokenizer=folder)
+            engine, built, adapters = build(served, report, lambda vocab_size: tokens)
         check_alone(worker, num_chips(built))
         self._thread = LoopThread()
         super().__init__(engine, built, adapters, self._thread, worker)

@@ -105,15 +105,16 @@ class StepPrograms:
         ValueError if their shapes or shardings are not those of the programs.
         """
         weights, tree = _flatten(tuple(nnx.split(model)[1] for model in models))
-        if self._tree != tree or _described(weights) != self.weights_like:
-            raise ValueError("these are not the weights that the runner was made for: shapes or placement differ")
-        return weights
+        return self._checked(weights if self._tree == tree else [])
 
     def weights_with(self, model: Mapping[str, jax.Array], others: Sequence[jax.Array]) -> list[jax.Array]:
         """The weights of `model`, and those in `others` of a network that drafts. Raises ValueError as `weights_of`."""
         weights = list(others)
         for path, array in model.items():
             weights[self.numbers[path]] = array
+        return self._checked(weights)
+
+    def _checked(self, weights: list[jax.Array]) -> list[jax.Array]:
         if _described(weights) != self.weights_like:
             raise ValueError("these are not the weights that the runner was made for: shapes or placement differ")
         return weights

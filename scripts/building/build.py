@@ -11,21 +11,35 @@ from typing import TYPE_CHECKING
 from batcher.engines import AnyEngine
 from scripts.building.device import Report, find_device, phase, start_compiling
 from scripts.building.replicas import claim_chips, compiling_first, wait_for_first
-from scripts.flags.settings import EngineSettings, ServedSettings
+from scripts.flags.settings import ServedSettings
 from server.engine.adapters import Adapters
 from server.engine.process import BuiltEngine
 from server.engine.weight_changes import WeightChanges
 from server.text.tokenizer import ByteLevelTokenizer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from scripts.building.runner import Built
 
 
 def build_served(served: ServedSettings, report: Report) -> BuiltEngine:
     """Builds the server's engine, whose weights may be changed. The tokens for structured output are read while
     programs are compiled."""
+    tokenizer = partial(ByteLevelTokenizer.from_folder, served.tokenizer)
+    engines, built, adapters = build(served, report, tokenizer, read_tokens=True)
+    weights = WeightChanges(engines, built.runner_weights())
+    return BuiltEngine(engine=engines, info=built.info, adapters=adapters, weights=weights)
+
+
+def build(
+    served: ServedSettings, report: Report, tokenizer: Callable[..., ByteLevelTokenizer], *, read_tokens: bool = False
+) -> tuple[AnyEngine, Built, Adapters | None]:
+    """A warmed-up engine in this process, not started, with its `Built` and its LoRA adapters.
+
+    Raises ValueError if a setting, the model or the device cannot be used.
+
+    Args:
+        tokenizer, read_tokens: the arguments of `warm_engine`.
+    """
     settings = served.engine
     if served.num_replicas > 1:
         settings = claim_chips(served, find_device() if settings.device == "auto" else settings.device)
@@ -43,32 +57,6 @@ def build_served(served: ServedSettings, report: Report) -> BuiltEngine:
             with phase("wait", report) as say:
                 wait_for_first(turn)
                 say("for the programs of engine 0")
-        tokenizer = partial(ByteLevelTokenizer.from_folder, served.tokenizer)
-        engine = warm_engine(built, report, tokenizer, read_tokens=True, publisher=publisher)
+        engine = warm_engine(built, report, tokenizer, read_tokens=read_tokens, publisher=publisher)
         engines, adapters = with_models(built, engine, others, publisher, report)
-    weights = WeightChanges(engines, built.runner_weights())
-    return BuiltEngine(engine=engines, info=built.info, adapters=adapters, weights=weights)
-
-
-def build(
-    settings: EngineSettings, report: Report, tokenizer: Callable[..., ByteLevelTokenizer], *, tokenizer_folder: Path
-) -> tuple[AnyEngine, Built, Adapters | None]:
-    """A warmed-up engine in this process, not started, with its `Built` and its LoRA adapters.
-
-    Raises ValueError if a setting, the model or the device cannot be used.
-
-    Args:
-        tokenizer: makes the tokenizer from `vocab_size`.
-        tokenizer_folder: a folder or a GGUF file, whose end tokens end an answer.
-    """
-    folders = start_compiling(settings)
-    from scripts.building.engine_plans import plan_engines
-    from scripts.building.runner import build_runner, make_publisher, warm_engine
-    from scripts.building.shapes import with_models
-
-    plan, *others = plan_engines(settings, report, tokenizer_folder, folders=folders)
-    built = build_runner(settings, report, compile_meanwhile=True, plan=plan)
-    publisher = make_publisher(settings, report)
-    engine = warm_engine(built, report, tokenizer, publisher=publisher)
-    engines, adapters = with_models(built, engine, others, publisher, report)
     return engines, built, adapters

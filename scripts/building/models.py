@@ -27,7 +27,7 @@ from batcher.stats import ModelState
 from model.compiling.compile_cache import expecting_compiles
 from model.execution.host_copy import DEVICE, HOST, copied
 from model.execution.step_programs import by_path
-from model.inputs.paths import Place, place
+from model.inputs.paths import place
 from model.inputs.words import one_line
 from model.loading.hf_format import is_adapter
 from model.loading.merged import MergedWeights
@@ -177,7 +177,7 @@ def choose_model(plan: EnginePlan, path: str) -> ChosenWeights:
     Raises ValueError or OSError if they cannot be used, and AdapterError with status 404 if there are none.
     """
     where, own = place(path, "model"), plan.weights
-    if not _holds_adapter(where):
+    if not (where.is_dir() and is_adapter(where)):
         if isinstance(where, Path) and where.is_absolute() and not where.exists():
             raise AdapterError(f"model: there is no folder or file {path}", 404)
         return choose_weights(replace(plan.settings, model=path), plan.device.platform)
@@ -194,10 +194,6 @@ def folder_of(weights: ChosenWeights) -> str | None:
     source = weights.source
     found = source.path if source.base is None else source.own_tokenizer
     return None if found is None else str(found)
-
-
-def _holds_adapter(where: Place) -> bool:
-    return where.is_dir() and is_adapter(where)
 
 
 def identity_of(weights: ChosenWeights) -> int:

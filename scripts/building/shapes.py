@@ -27,8 +27,12 @@ from server.text.tokenizer import ByteLevelTokenizer
 class _Shape:
     built: Built
     engine: Engine
-    models: RunnersModels
     own: int  # the identity of its model 0; 0: it is --model
+
+    @property
+    def models(self) -> RunnersModels:
+        assert self.built.models is not None, "its settings have models"
+        return self.built.models
 
     @property
     def taken(self) -> int:
@@ -45,11 +49,9 @@ class Shapes:
         plans: those of the engines for other shapes at the start.
     """
 
-    def __init__(
-        self, built: Built, engine: Engine, models: RunnersModels, plans: Iterable[EnginePlan], report: Report
-    ) -> None:
+    def __init__(self, built: Built, engine: Engine, plans: Iterable[EnginePlan], report: Report) -> None:
         self.engines = Engines(engine)
-        self._first = _Shape(built, engine, models, 0)
+        self._first = _Shape(built, engine, 0)
         self._all = [self._first]
         self._of: dict[int, _Shape] = {}  # by identity of a model
         for plan in plans:
@@ -97,8 +99,7 @@ class Shapes:
             folder = folder_of(plan.weights)
             tokenizer = None if folder is None else partial(ByteLevelTokenizer.from_folder, Path(folder))
             engine = warm_engine(built, report, tokenizer)
-        assert built.models is not None
-        shape = _Shape(built, engine, built.models, identity_of(plan.weights))
+        shape = _Shape(built, engine, identity_of(plan.weights))
         self._all.append(shape)
         self.engines.add(engine, shape.own)
         return shape
@@ -109,6 +110,6 @@ def with_models(
 ) -> tuple[AnyEngine, Adapters | None]:
     """The engine with those of other shapes, and the adapters and models of the settings. The arguments are those of
     `Shapes` and of `loaded_adapters`."""
-    shapes = None if built.models is None else Shapes(built, engine, built.models, plans, report)
+    shapes = None if built.models is None else Shapes(built, engine, plans, report)
     engines = engine if shapes is None else shapes.engines
     return engines, loaded_adapters(built.plan.settings, built.adapter_store, engines, publisher, shapes)

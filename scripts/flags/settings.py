@@ -347,9 +347,7 @@ class ServedSettings:
     cluster: Cluster | None = None  # the hosts of one engine; None: this host alone
     replica: int = 0  # the engine's number among `num_replicas` engines, which divide this host's chips
     num_replicas: int = 1
-    compile_turn: Path | None = (
-        None  # the file of `compiling_first`; None: there is one engine, or no cache of programs
-    )
+    compile_turn: Path | None = None  # the file of `compiling_first`; None: one engine, or no cache of programs
 
 
 def read_keywords(keywords: Mapping[str, Any], *others: type[Any]) -> tuple[EngineSettings, argparse.Namespace]:

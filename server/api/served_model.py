@@ -135,11 +135,8 @@ class ServedModels:
         if loaded not in self._read:
             there = {*self._engine.models.values()}
             self._read = {other: read for other, read in self._read.items() if other in there}
-            known = [
-                self._first,
-                *(read.result() for read in self._read.values() if read.done() and not read.exception()),
-            ]
-            tokenizers = [model.tokenizer for model in known]
+            known = [read.result() for read in self._read.values() if read.done() and not read.exception()]
+            tokenizers = [model.tokenizer for model in (self._first, *known)]
             self._read[loaded] = asyncio.create_task(asyncio.to_thread(self._model, loaded, tokenizers))
         reading = self._read[loaded] = self._read.pop(loaded)
         if len(self._read) > MOST_KEPT:
@@ -156,8 +153,7 @@ class ServedModels:
         tokenizer = ByteLevelTokenizer.from_folder(folder, vocab_size=loaded.vocab_size, known=known)
         is_adapter = (folder / "adapter_config.json").exists()
         defaults = self._first.generation_defaults if is_adapter else settings.generation_rules.defaults_of(folder)
-        name, root = loaded.name, loaded.path
-        model = ServedModel(settings, self._engine, tokenizer, name=name, root=root, defaults=defaults)
+        model = ServedModel(settings, self._engine, tokenizer, name=loaded.name, root=loaded.path, defaults=defaults)
         return model.with_weights(loaded)
 
 

@@ -74,7 +74,6 @@ class _Named:
         self.store = store
         self.loaded: dict[str, wire.Adapter | wire.LoadedModel] = {}  # by name
         self.held: dict[int, str] = {}  # identities that requests may have, and the names that they got last
-        self.num_loads = 0
 
 
 class Adapters:
@@ -97,7 +96,7 @@ class Adapters:
         self._lock = threading.Lock()  # of what follows, and of the order in which changes are told
         # A change that can be committed: the kind and the name, and what it is to name.
         self._prepared: tuple[WeightsKind, str, wire.Adapter | wire.LoadedModel | None] | None = None
-        self._num_changes = 0
+        self._num_changes = self._num_adapter_loads = 0
 
     def listen(self, tell: Callable[[wire.Adapters], None]) -> None:
         """Registers `tell`, which is called with all adapters now and after each change."""
@@ -194,7 +193,7 @@ class Adapters:
         check_name(change.name, name_field)
         if any(change.name in other.loaded for other in self._named.values() if other is not named):
             raise AdapterError(f"{name_field}: an adapter or a model has the name {shown(change.name)} already.")
-        _check_path(change.path, path_field)
+        check_name(change.path, path_field, "path", MAX_PATH_CHARS)
         identity = named.store.load(change.path)
         found: wire.Adapter | wire.LoadedModel
         if isinstance(change, wire.LoadAdapter):
@@ -233,7 +232,7 @@ class Adapters:
         named = self._named[kind]
         with self._lock:
             self._num_changes += 1
-            named.num_loads += found is not None
+            self._num_adapter_loads += isinstance(found, wire.Adapter)
             self._prepared = None
             if found is None:
                 del named.loaded[name]
@@ -249,13 +248,9 @@ class Adapters:
             self._forget_unused()
 
     def _event(self) -> wire.Adapters:
-        all_loaded, adapters = self._all_loaded(), self._named.get(WeightsKind.ADAPTER)
-        return wire.Adapters(
-            [each for each in all_loaded if isinstance(each, wire.Adapter)],
-            self._num_changes,
-            0 if adapters is None else adapters.num_loads,
-            [each for each in all_loaded if isinstance(each, wire.LoadedModel)],
-        )
+        adapters = [each for each in self._all_loaded() if isinstance(each, wire.Adapter)]
+        models = [each for each in self._all_loaded() if isinstance(each, wire.LoadedModel)]
+        return wire.Adapters(adapters, self._num_changes, self._num_adapter_loads, models)
 
     def _unnamed(self, kind: WeightsKind) -> set[int]:
         named = self._named[kind]
@@ -274,13 +269,8 @@ class Adapters:
                 named.store.forget(identity)
 
 
-def check_name(name: str, where: str) -> None:
-    """Raises ValueError for a name that no adapter and no model may have. The message begins with `where`, the flag or
-    field."""
-    if not (0 < len(name) <= MAX_NAME_CHARS and name.isprintable()):
-        raise ValueError(f"{where}: a name has 1 to {MAX_NAME_CHARS} printable characters, not {shown(name)}")
-
-
-def _check_path(path: str, where: str) -> None:
-    if not (0 < len(path) <= MAX_PATH_CHARS and path.isprintable()):
-        raise ValueError(f"{where}: a path has 1 to {MAX_PATH_CHARS} printable characters, not {shown(path)}")
+def check_name(name: str, where: str, what: str = "name", most: int = MAX_NAME_CHARS) -> None:
+    """Raises ValueError for a name that no adapter and no model may have, or for a path. The message begins with
+    `where`, the flag or field."""
+    if not (0 < len(name) <= most and name.isprintable()):
+        raise ValueError(f"{where}: a {what} has 1 to {most} printable characters, not {shown(name)}")

@@ -33,9 +33,9 @@ def make_llm(monkeypatch, model_folder):
     adapters, the engine is the one that answers with their text."""
 
     def make(store: FakeStore | None = None, **runner_options: object) -> LLM:
-        def build(settings, report, tokenizer, *, tokenizer_folder):
+        def build(served, report, tokenizer):
             if store is None:
-                return *build_fake(settings.max_queue, report, **runner_options), None
+                return *build_fake(served.engine.max_queue, report, **runner_options), None
             engine = EchoEngine(EchoConfig(reply=(1, 2), adapters=store))
             engine.ladder = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4))
             info = EngineInfo(max_model_len=256, vocab_size=CAPACITY.vocab_size, max_loras=4)

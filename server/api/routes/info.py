@@ -145,9 +145,8 @@ class Info:
     def _served(self) -> dict[str, Loaded | None]:
         """The names of all models and adapters, each with what is loaded; None: it is the model of the start."""
         engine = self._state.engine
-        names: dict[str, Loaded | None] = dict.fromkeys(self._state.settings.model_names)
-        loaded: dict[str, Loaded | None] = {**engine.models, **engine.adapters}
-        return names | {name: own for name, own in loaded.items() if name not in names}
+        own: dict[str, Loaded | None] = dict.fromkeys(self._state.settings.model_names)
+        return {**own, **engine.models, **engine.adapters, **own}
 
     @route("POST /tokenize", TokenizeRequest)
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
