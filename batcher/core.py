@@ -156,10 +156,9 @@ class EngineCore:
         counts.num_adapter_loads = scheduler.adapters.num_writes
         counts.running_of_adapters = scheduler.adapters.num_rows()
         if scheduler.models is not None:
-            counts.running_of_models = Counter(seq.request.model for seq in scheduler.running.copy())
-            here = dict.fromkeys(scheduler.models.on_device(), ModelState.RESIDENT)
-            running = dict.fromkeys(counts.running_of_models.keys() & here.keys(), ModelState.RUNNING)
-            counts.models = {**here, **running}
+            counts.running_of_models = running = Counter(seq.request.model for seq in scheduler.running.copy())
+            here, states = scheduler.models.on_device(), (ModelState.RESIDENT, ModelState.RUNNING)
+            counts.models = {model: states[model in running] for model in here}
             counts.num_models_brought = scheduler.models.num_brought
         if scheduler.offloaded is not None:
             counts.offloading = scheduler.offloaded.held()

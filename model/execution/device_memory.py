@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
-
-import jax
+from typing import TYPE_CHECKING
 
 from pallas_kernels import chips
+
+if TYPE_CHECKING:  # processes choose their chips before they import jax
+    import jax
 
 # For a described chip: the part of a program's memory that the runtime and the loaded programs may take.
 CHIP_RESERVE = chips.GIB // 4

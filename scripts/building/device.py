@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.compiling.compiler_options import ALLOCATOR_VARIABLE, GPU_ALLOCATOR
+from model.execution.device_memory import host_memory
 from model.inputs.paths import Place, check_local, place
 from model.inputs.private_folders import check_private, make_folder
 from model.inputs.remote import RemotePath
@@ -189,12 +190,10 @@ def start_jax(
     return platform
 
 
-def host_bytes(settings: EngineSettings) -> int:
-    """The bytes of the host's memory for models that are not on a chip."""
-    from model.execution.device_memory import host_memory
-
+def host_bytes(settings: EngineSettings, num_engines: int = 1) -> int:
+    """The bytes of the host's memory for models of one of `num_engines` engines that are not on a chip."""
     asked = settings.models_host_memory
-    return host_memory().free // 2 if asked is None else int(asked * GIB)
+    return host_memory().free // 2 // num_engines if asked is None else int(asked * GIB)
 
 
 def check_cuda() -> bool:

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from pallas_kernels.chips import TPUS
+from pallas_kernels.chips import GIB, TPUS
+from scripts.building.device import host_bytes
 from scripts.flags.settings import EngineSettings, ServedSettings
 
 # Chips of one TPU process -> their arrangement, in libtpu's notation.
@@ -50,7 +51,7 @@ def claim_chips(
     """Leaves only this engine's chips visible to this process. Call it before jax is imported.
 
     The engines of a CPU have no chips of their own and share the machine's memory. Each gets an equal part of
-    `memory_utilization`.
+    `memory_utilization`. Those of chips divide the host's memory that models take by default.
 
     Args:
         device: a device of `EngineSettings` other than "auto".
@@ -68,6 +69,8 @@ def claim_chips(
         return settings
     if device == "cpu":
         return replace(settings, memory_utilization=settings.memory_utilization / number)
+    if settings.has_models:
+        settings = replace(settings, models_host_memory=host_bytes(settings, number) / GIB)
     chips = (find_chips or chips_of_this_host)(device)
     in_chip = _devices_per_chip(pci, len(chips)) if device == "tpu" else 1
     asked = settings.tensor_parallel_size

@@ -220,8 +220,9 @@ class EngineSettings:
         "the K/V pages", least=2, most=2**16,
     )  # fmt: skip
     models_host_memory: float | None = _of_models(
-        None, "GiB of the host's memory for the weights of models that are not on the device. Others are read again",
-        unset="half of what is free; on a CPU 0", metavar="GIB", least=0, most=2**16,
+        None, "GiB of the host's memory, for each engine, for the weights of models that are not on the device. Others "
+        "are read again", unset="half of what is free, divided among the engines; on a CPU 0", metavar="GIB", least=0,
+        most=2**16,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from model.execution.device_memory import DeviceMemory
+from pallas_kernels.chips import GIB
+from scripts.building import device as device_module
 from scripts.building.replicas import claim_chips, compiling_first, replicas_of, wait_for_first
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.hosts.cluster import Cluster
@@ -69,6 +72,14 @@ def test_devices_are_divided_by_whole_chips(num_chips, tensor_parallel_size, own
 def test_engines_of_a_cpu_share_the_memory():
     replica = replicas_of(served(memory_utilization=0.8), 4)[2]
     assert claim_chips(replica, "cpu", {}).memory_utilization == pytest.approx(0.2)
+
+
+def test_engines_of_chips_share_the_hosts_memory(monkeypatch):
+    memory = DeviceMemory(total=0, free=100 * GIB, is_host=True)
+    monkeypatch.setattr(device_module, "host_memory", lambda: memory)
+    for asked, expected in ((None, 12.5), (9.0, 9.0)):
+        replica = replicas_of(served(models=["a=b"], models_host_memory=asked), 4)[2]
+        assert claim_chips(replica, "cuda", {}, lambda device: EIGHT).models_host_memory == expected
 
 
 def test_one_engine_has_everything():
