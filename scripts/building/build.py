@@ -4,7 +4,7 @@ process are chosen, because it imports jax."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,9 @@ def build(
     from scripts.building.shapes import with_models
 
     publisher = make_publisher(settings, report, rank=served.replica)
-    with compiling_first(turn) if turn is not None and is_first else nullcontext():
+    with compiling_first(turn) if turn is not None and is_first else nullcontext(), ExitStack() as on_failure:
+        if publisher is not None:
+            on_failure.callback(publisher.close)
         plan, *others = plan_engines(settings, report, served.tokenizer, folders=folders)
         built = build_runner(settings, report, compile_meanwhile=is_first, plan=plan)
         if turn is not None and not is_first:
@@ -59,4 +61,5 @@ def build(
                 say("for the programs of engine 0")
         engine = warm_engine(built, report, tokenizer, read_tokens=read_tokens, publisher=publisher)
         engines, adapters = with_models(built, engine, others, publisher, report)
+        on_failure.pop_all()
     return engines, built, adapters
