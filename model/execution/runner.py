@@ -350,8 +350,8 @@ class ModelRunner:
     def _stage_model(self, identity: int) -> None:
         assert self._model_weights is not None, "the runner was made for one model"
         try:
-            weights, kv_scales = self._model_weights(identity)
-            weights = self.described.weights_with(weights, self.weights)
+            model, kv_scales = self._model_weights(identity)
+            weights = self.described.weights_with(model, self.weights)
             self._others[identity] = jax.block_until_ready((weights, self._placed_scales(kv_scales)))
         except jax.errors.JaxRuntimeError as error:
             raise ValueError(f"the device has no room for them: {one_line(str(error))}") from error

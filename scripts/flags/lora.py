@@ -16,43 +16,36 @@ MODELS = "--models"
 Given = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 
 
-class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An adapter that is loaded at the start."""
+class NamedWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter that is loaded at the start, or a model besides `--model`."""
 
     name: str
     path: str
-    base_model_name: str | None = None
+    base_model_name: str | None = None  # of an adapter
 
 
-class NamedModel(msgspec.Struct, frozen=True):
-    """A model that is loaded at the start, besides `--model`."""
-
-    name: str
-    path: str
-
-
-def lora_modules(given: Given) -> list[LoraModule]:
+def lora_modules(given: Given) -> list[NamedWeights]:
     """The adapters, in their order: NAME=PATH, vLLM's JSON objects, or JSON lists of them. Raises ValueError, with the
     flag's name, for a value that does not name one."""
 
-    def read(found: Any) -> Iterable[LoraModule]:
-        return (msgspec.convert(fields, LoraModule) for fields in (found if isinstance(found, list) else [found]))
+    def read(found: Any) -> Iterable[NamedWeights]:
+        return msgspec.convert(found if isinstance(found, list) else [found], list[NamedWeights])
 
-    return _checked(FLAG, "adapter", _each(FLAG, given, LoraModule, read, "`name` and `path`"))
+    return _checked(FLAG, "adapter", _each(FLAG, given, read, "`name` and `path`"))
 
 
-def named_models(given: Given) -> list[NamedModel]:
+def named_models(given: Given) -> list[NamedWeights]:
     """The models, in their order: NAME=PATH, or JSON objects of paths by names. Raises ValueError, with the flag's
     name, for a value that does not name one."""
 
-    def read(found: Any) -> Iterable[NamedModel]:
-        return (NamedModel(*item) for item in msgspec.convert(found, dict[str, str]).items())
+    def read(found: Any) -> Iterable[NamedWeights]:
+        return (NamedWeights(*item) for item in msgspec.convert(found, dict[str, str]).items())
 
-    return _checked(MODELS, "model", _each(MODELS, given, NamedModel, read, "paths by their names"))
+    return _checked(MODELS, "model", _each(MODELS, given, read, "paths by their names"))
 
 
 def check_names_differ(
-    models: Sequence[NamedModel], modules: Sequence[LoraModule], served_names: Sequence[str]
+    models: Sequence[NamedWeights], modules: Sequence[NamedWeights], served_names: Sequence[str]
 ) -> None:
     """Raises ValueError if a model has one of the names of `--model`, or an adapter one of a model's."""
     for flag, named, names in ((MODELS, models, served_names), (FLAG, modules, served_names)):
@@ -63,8 +56,8 @@ def check_names_differ(
         raise ValueError(f"{FLAG}: {min(both)!r} is the name of a model (--models)")
 
 
-def _checked[T: (LoraModule, NamedModel)](flag: str, kind: str, found: Iterable[T]) -> list[T]:
-    named: dict[str, T] = {}
+def _checked(flag: str, kind: str, found: Iterable[NamedWeights]) -> list[NamedWeights]:
+    named: dict[str, NamedWeights] = {}
     for each in found:
         check_name(each.name, flag)
         if each.name in named:
@@ -76,15 +69,15 @@ def _checked[T: (LoraModule, NamedModel)](flag: str, kind: str, found: Iterable[
     return list(named.values())
 
 
-def _each[T](
-    flag: str, given: Given, kind: Callable[[str, str], T], read: Callable[[Any], Iterable[T]], fields: str
-) -> Iterator[T]:
+def _each(
+    flag: str, given: Given, read: Callable[[Any], Iterable[NamedWeights]], fields: str
+) -> Iterator[NamedWeights]:
     for item in [given] if isinstance(given, str | Mapping) else given:
         if isinstance(item, str) and not item.lstrip().startswith(("{", "[")):
             name, equals, path = item.partition("=")
             if not equals:
                 raise ValueError(f"{flag} {item!r}: write NAME=PATH, or a JSON object with {fields}")
-            yield kind(name, path)
+            yield NamedWeights(name, path)
             continue
         try:
             yield from read(msgspec.json.decode(item) if isinstance(item, str) else item)

@@ -17,7 +17,7 @@ from model.loading.source import DEMO, ModelSource, resolve
 from model.quantization.checkpoint_form import STORED_METHODS
 from model.quantization.forms import FORM_NAMES
 from scripts.flags.compatibility import TABLE, log_warnings
-from scripts.flags.lora import LoraModule, NamedModel, lora_modules, named_models
+from scripts.flags.lora import NamedWeights, lora_modules, named_models
 from scripts.flags.parsing import KeywordParser, flag_words, json_object, parse_flags, structure
 from scripts.flags.speculation import EXAMPLE as SPECULATION_EXAMPLE
 from scripts.flags.speculation import FLAG as SPECULATION
@@ -288,7 +288,7 @@ class EngineSettings:
         return self.max_loras if self.enable_lora else 0
 
     @property
-    def adapters(self) -> list[LoraModule]:
+    def adapters(self) -> list[NamedWeights]:
         return lora_modules(self.lora_modules or ())
 
     @property
@@ -305,7 +305,7 @@ class EngineSettings:
         return bool(self.models) or self.models_folder is not None
 
     @property
-    def named_models(self) -> list[NamedModel]:
+    def named_models(self) -> list[NamedWeights]:
         return named_models(self.models or ())
 
     @property

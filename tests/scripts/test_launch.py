@@ -16,7 +16,7 @@ from model.loading import hub
 from model.loading.source import resolve
 from scripts import launch
 from scripts.building.limits import bucket_config, with_ceiling
-from scripts.flags.lora import LoraModule, NamedModel
+from scripts.flags.lora import NamedWeights
 from scripts.flags.serve import api_keys, tls_files
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.lab import flag_table
@@ -348,10 +348,10 @@ def test_adapters_of_the_start_have_vllms_forms(tmp_path):
     flags += ["--max-loras", "2", "--lora-modules", '[{"name": "c", "path": "z"}, {"name": "d", "path": "z"}]']
     settings = EngineSettings.from_namespace(launch.parse([*flags, "--lora-folder", str(tmp_path)]))
     assert settings.adapters == [
-        LoraModule("a", "/x=y"),
-        LoraModule("b", "memory://b/c", "base"),
-        LoraModule("c", "z"),
-        LoraModule("d", "z"),
+        NamedWeights("a", "/x=y"),
+        NamedWeights("b", "memory://b/c", "base"),
+        NamedWeights("c", "z"),
+        NamedWeights("d", "z"),
     ]
     assert (settings.max_loras, settings.max_lora_rank, settings.lora_folder) == (2, 16, tmp_path)
     assert EngineSettings.from_namespace(launch.parse([])).adapters == []
@@ -359,7 +359,7 @@ def test_adapters_of_the_start_have_vllms_forms(tmp_path):
 
 def test_models_of_the_start_are_named_by_flags_by_a_file_and_by_python(tmp_path):
     file = tmp_path / "config.yaml"
-    named = [NamedModel("a", "/x=y"), NamedModel("b", "memory://b/c")]
+    named = [NamedWeights("a", "/x=y"), NamedWeights("b", "memory://b/c")]
     for lines in ("models: [a=/x=y, 'b=memory://b/c']", "models: {a: /x=y, b: 'memory://b/c'}"):
         file.write_text(lines)
         assert EngineSettings.from_namespace(launch.parse(["--config", str(file)])).named_models == named
