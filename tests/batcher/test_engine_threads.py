@@ -249,7 +249,7 @@ def test_a_step_that_does_not_return_is_the_engines_death(monkeypatch: pytest.Mo
     monkeypatch.setattr("batcher.step_watch.GRACE_S", 0.05)
     gate, listener, deaths = Gate(first=2), Listener(), []
     ladder = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4, min_mixed_tokens=8))
-    config = EngineConfig(eos_token_ids=EOS, step_timeout_s=0.05)
+    config = EngineConfig(eos_token_ids=EOS, step_timeout_s=0.5)
     engine = Engine(FakeRunner(CAPACITY, on_result=gate), config, ladder, on_death=deaths.append)
     engine.warm_up(lambda _line: None)
     engine.start()

@@ -132,15 +132,20 @@ class Device:
             with self._changed:
                 self.waits_for.append(sum(other != name for other, _ in self._dispatched[self._num_done :]))
                 self._dispatched.append((name, number))
+                self._changed.notify_all()
 
         def on_result(number: int) -> None:
             with self._changed:
                 place = self._dispatched.index((name, number))
-                assert self._changed.wait_for(lambda: self._num_done == place, PATIENCE_S)
+                assert self._changed.wait_for(lambda: self._num_done == place and self._has_both(), PATIENCE_S)
                 self._num_done += 1
                 self._changed.notify_all()
 
         return FakeRunner(CAPACITY, on_execute=on_execute, on_result=on_result)
+
+    def _has_both(self) -> bool:
+        """The first result waits until both runners have a step, so that one does not end before the other begins."""
+        return len({name for name, _ in self._dispatched}) == 2
 
 
 def test_a_step_waits_for_as_many_steps_of_another_engine_as_its_pipeline_is_deep() -> None:

@@ -32,6 +32,7 @@ from tests.model.checkpoints import write_tensors
 from tests.model.goldens.make import tensors
 from tests.server.engine.hosts.loopback import free_port
 from tests.server.support.requests import wait_until
+from tests.server.test_lifecycle import alive
 
 pytestmark = [pytest.mark.e2e, pytest.mark.hosts, pytest.mark.slow]
 
@@ -108,10 +109,6 @@ class Host:
             if alive(process) if isinstance(process, psutil.Process) else process.poll() is None:
                 process.send_signal(signal.SIGKILL)
         self.process.wait()
-
-
-def alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 class Pair:

@@ -162,12 +162,12 @@ def test_a_collector_that_is_not_there_delays_nothing(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    with running_server(tmp_path, TARGET, RealConfig(), otlp_traces_endpoint=endpoint) as server:
-        assert server.post(CHAT, HELLO | {"max_tokens": 2}).status_code == 200
-        server.process.terminate()
-        assert server.process.wait(30) == 0
-        assert "Traceback" not in server.log
-        assert "Connection refused" in server.log
+        with running_server(tmp_path, TARGET, RealConfig(), otlp_traces_endpoint=endpoint) as server:
+            assert server.post(CHAT, HELLO | {"max_tokens": 2}).status_code == 200
+            server.process.terminate()
+            assert server.process.wait(30) == 0
+            assert "Traceback" not in server.log
+            assert "Connection refused" in server.log
 
 
 def test_traces_without_their_packages_are_an_error_at_start():

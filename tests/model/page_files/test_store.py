@@ -34,7 +34,7 @@ def test_a_page_comes_back_in_a_later_start(tmp_path, opened):
 def test_close_ends_the_thread(tmp_path, opened):
     before = set(threading.enumerate())
     store = opened(tmp_path)
-    assert set(threading.enumerate()) == before, "the first call starts it"
+    assert set(threading.enumerate()) <= before, "the first call starts it"
     assert pages.put(store, 1)
     (thread,) = set(threading.enumerate()) - before
     store.close()

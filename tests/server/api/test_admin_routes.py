@@ -19,7 +19,7 @@ CHAT = "/v1/chat/completions"
 
 
 KEYS = {"api_keys": ("key", "another"), "admin_api_keys": ("boss",), "api_key_all_routes": True}
-guarded = server_of(SLOW, enable_tokenizer_info_endpoint=True, body_timeout_s=0.3, **KEYS)
+guarded = server_of(SLOW, enable_tokenizer_info_endpoint=True, body_timeout_s=2.0, **KEYS)
 
 
 @pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)

@@ -192,11 +192,11 @@ def test_a_response_counts_for_its_key(tmp_path):
             wait_until(lambda: one.post(CHAT, json=HELLO).status_code == 200)
 
 
-@pytest.mark.parametrize(("grace_period_s", "last"), [(0.0, "failed"), (30.0, "incomplete")])
-def test_a_shutdown_waits_for_responses_within_the_grace_period(tmp_path, grace_period_s, last):
+@pytest.mark.parametrize(("grace_period_s", "num_tokens", "last"), [(0.0, 5000, "failed"), (30.0, 60, "incomplete")])
+def test_a_shutdown_waits_for_responses_within_the_grace_period(tmp_path, grace_period_s, num_tokens, last):
     """Connections that read events are not waited for. The response itself is."""
     with running_server(tmp_path, ECHO, SLOW, grace_period_s=grace_period_s) as server, server.http() as http:
-        with http.stream("POST", PATH, json=ENDLESS | {"max_output_tokens": 60, "stream": True}) as stream:
+        with http.stream("POST", PATH, json=ENDLESS | {"max_output_tokens": num_tokens, "stream": True}) as stream:
             pieces = stream.iter_text()
             text = next(pieces)
         id = parse_named_events(text[: text.index("\n\n") + 2])[0]["response"]["id"]

@@ -94,8 +94,7 @@ def test_both_processes_choose_among_the_engines_by_what_both_have_sent(tmp_path
         for _ in range(3):
             for client in clients:
                 assert client.post(CHAT, json=body).status_code == 200
-        wait_until(lambda: sum(by_engine(server, "request_success_total").values()) == 6)
-        assert sorted(by_engine(server, "request_success_total").values()) == [0.0, 6.0]
+        wait_until(lambda: sorted(by_engine(server, "request_success_total").values()) == [0.0, 6.0])
         server.engine_processes()[1].kill()
         for client in clients:  # before the last stream ends, and with it the server
             wait_until(lambda client=client: client.get("/health").status_code == 503)

@@ -124,7 +124,7 @@ def test_whoever_comes_later_takes_not_even_a_descriptor(hosts):
     for offset in (1, 2):
         with pytest.raises(TimeoutError):
             socket.create_connection(("127.0.0.1", hosts.cluster.port + offset), timeout=0.5)
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before  # ZeroMQ may still close some of other tests
     leader.send(commands.Recover())  # those that are there go on
     assert isinstance(follower.next_command(), commands.Recover)
 
