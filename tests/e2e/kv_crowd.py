@@ -20,6 +20,7 @@ from model.config import LlamaConfig
 from model.loading.source import DEMO_FOLDER
 from tests.c_compiler import compiler
 from tests.e2e.conftest import ADMIN_KEY, DemoServer, serve_exported
+from tests.server.support.requests import wait_until_idle
 
 COMPLETIONS = "/v1/completions"
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -120,13 +121,9 @@ def counts(server: DemoServer) -> dict[str, float]:
     return {" ".join([s.name.rpartition(":")[2], *filter(None, [s.labels.get("tier")])]): s.value for s in samples}
 
 
-def is_idle(counts: dict[str, float]) -> bool:
-    return counts["num_requests_running"] == counts["num_requests_waiting"] == counts["kv_cache_usage_perc"] == 0
-
-
 def healthy(server: DemoServer) -> dict[str, float]:
     """The counts of a server that has become idle, whose books are in order."""
-    server.wait_for_metrics(is_idle)
+    wait_until_idle(server)
     found = counts(server)
     assert found["num_compiles_after_warm_up_total"] == found["integrity_failures_total"] == 0
     assert found["failed_steps_total"] == found["corrupted_requests_total"] == 0

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import json
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ import aiohttp
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.server.engine.hosts.loopback import free_port
 from tests.soak.attacks import ATTACKS, Attack
 from tests.soak.questions import CONSTRAINED, TEXTS, TEXTS_TO_EMBED, Answer, Question, ask, same
 from tests.soak.victim import Victim
@@ -304,12 +304,6 @@ def wait_for_url(server: subprocess.Popen[str]) -> str:
         if found := re.search(r"(http://[\w.:]+)/v1", line):
             return found[1]
     raise RuntimeError(f"the server has ended with code {server.wait()} before it was ready")
-
-
-def free_port() -> int:
-    """A port of this machine that nobody has at this moment."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def main(argv: list[str] | None = None) -> int:

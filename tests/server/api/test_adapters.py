@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from server.engine.wire import (
     UnloadAdapter,
     UnloadModel,
 )
-from tests.server.support.adapters import FakeStore, num_reads, write_adapter
+from tests.server.support.adapters import TEXT, FakeStore, num_reads, write_adapter
 from tests.server.support.api_processes import through_each
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CHAT, HELLO, wait_until
@@ -255,7 +256,7 @@ def test_an_adapter_that_is_unloaded_before_its_request_arrives_is_unknown():
 
 def test_running_requests_finish_with_the_weights_that_they_began_with(folder, tmp_path):
     write_adapter(folder / "slow", "slow words of an adapter")
-    with administrator(tmp_path, config(step_s=0.05)) as client, ThreadPoolExecutor(4) as threads:
+    with administrator(tmp_path, config(step_s=0.1)) as client, ThreadPoolExecutor(4) as threads:
         assert load(client, "slow", folder / "slow").status_code == 200
         text = "slow words of an adapter"
         running = [threads.submit(says, client, "slow") for _ in range(4)]
@@ -270,13 +271,15 @@ def test_running_requests_finish_with_the_weights_that_they_began_with(folder, t
 
 
 def test_loading_stops_no_stream(folder, tmp_path):
-    write_adapter(folder / "large", "large", delay_s=1.0)
+    text = write_adapter(folder / "large", None) / TEXT
+    os.mkfifo(text)  # whose reader waits
     with administrator(tmp_path, config(step_s=0.01)) as client, ThreadPoolExecutor(1) as threads:
         loading = threads.submit(load, client, "large", folder / "large")
         wait_until(lambda: num_reads(folder / "large") == 1)
         body = HELLO | {"stream": True, "ignore_eos": True, "max_tokens": 20}
         assert len(stream_events(client, CHAT, body)) > 2  # tokens may share an event
         assert not loading.done()
+        text.write_text("large")
         assert loading.result().status_code == 200
 
 
@@ -526,6 +529,7 @@ def test_all_http_processes_know_a_change_when_it_is_answered(lora_folder, folde
         killed = server.engine_processes()[2]
         killed.kill()
         assert killed.wait(30) != 0
-        with through_each(server, num_engines=2, headers=ADMIN) as clients:  # a new process knows what is loaded
-            assert {says(client, "many") for client in clients} == {"of many"}
+        wait_until(lambda: len(server.engine_processes()) == 4)
+        with through_each(server, num_engines=2, headers=ADMIN) as (old, new):
+            assert says(old, "many") == says(new, "many") == "of many"  # a new process knows what is loaded
         assert num_reads(lora_folder / "many") == reads

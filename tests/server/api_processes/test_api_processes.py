@@ -58,6 +58,14 @@ def running_in_engine(client: httpx.Client) -> float:
     return figure(client, "pallas_serve:num_requests_running{")
 
 
+def wait_for_counts(reader: httpx.Client, other: httpx.Client) -> None:
+    """Until the one process knows what the other has counted: they tell each other every second."""
+    asked = 'http_requests_total{handler="/version"'
+    before = figure(reader, asked)
+    other.get("/version")
+    wait_until(lambda: figure(reader, asked) > before)
+
+
 def test_both_say_what_one_would(both):
     texts = []
     for client in both:
@@ -80,6 +88,7 @@ def test_streams_run_through_both_at_once_and_the_load_is_that_of_all(both):
 
 def test_metrics_of_each_are_the_sums(both):
     names = ("pallas_serve:request_params_n_count", "pallas_serve:request_max_num_generation_tokens_sum")
+    wait_for_counts(*both)
     before = responses_counted(both[0]), *(figure(both[0], name) for name in names)
     for client, count in zip(both, (2, 3), strict=True):
         for _ in range(count):
@@ -263,7 +272,7 @@ def test_a_process_that_is_killed_loses_its_requests_only_and_is_started_again(s
     with through_each(server, headers=KEY) as (first, second):
         assert second.post(CHAT, json=HELLO | {"max_tokens": 1}).status_code == 200
         made = second.post(RESPONSES, json={"input": "hello", "max_output_tokens": 4}).json()
-        wait_until(lambda: responses_counted(first) == responses_counted(second))
+        wait_for_counts(first, second)
         counted = responses_counted(first)
         with contextlib.ExitStack() as stack:
             other = stack.enter_context(httpx.Client(base_url=first.base_url, headers=KEY))

@@ -44,7 +44,7 @@ def test_a_signal_lets_the_requests_of_all_finish(tmp_path):
         clients = [httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://a") for _ in range(6)]
         waiting = clients.pop()
         assert waiting.get("/health").status_code == 200
-        readers = [Stream(client, max_tokens=80) for client in clients]
+        readers = [Stream(client, max_tokens=150) for client in clients]
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: waiting.get("/health").status_code == 503)
         assert waiting.post(CHAT, json=HELLO).status_code == 503

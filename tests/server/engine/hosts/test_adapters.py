@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from batcher.step import AdapterWrite, WeightsKind
 from server.engine.hosts.all_hosts import AllAdapters
 from server.engine.hosts.served import BroadcastRunner, FollowingEngine
+from tests.batcher.test_engine_threads import Gate
 from tests.server.engine.hosts.loopback import Exits, Hosts, RecordingRunner, step
 from tests.server.support.adapters import FakeStore, num_reads, write_adapter
 from tests.server.support.requests import wait_until
@@ -83,15 +83,18 @@ def test_if_a_host_cannot_stage_none_has_staged(hosts):
     assert pair.exits.ends.empty()
 
 
-def test_a_host_that_reads_goes_on_with_steps(hosts, tmp_path):
-    pair = Pair(hosts, FakeStore())
-    place: Path = write_adapter(tmp_path / "a", "text", delay_s=1.0)
+def test_a_host_that_reads_goes_on_with_steps(hosts, tmp_path, monkeypatch):
+    theirs, gate = FakeStore(), Gate(first=0)
+    load, pair = theirs.load, Pair(hosts, theirs)
+    monkeypatch.setattr(theirs, "load", lambda path: gate(0) or load(path))
+    place = write_adapter(tmp_path / "a", "text")
     loading = threading.Thread(target=pair.all.load, args=(str(place),))
     loading.start()
-    wait_until(lambda: num_reads(place) == 2)
+    assert gate.reached.wait(30)
     for number in range(5):
         pair.runner.execute(step(number))
     assert pair.their_runner.seen(5) == list(range(5))
     assert loading.is_alive()
+    gate.open.set()
     loading.join(30)
     assert pair.ours.texts == pair.theirs.texts
