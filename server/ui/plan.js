@@ -167,6 +167,7 @@ function choice() {
 
 function changed() {
   search?.abort();
+  asked++; // an answer that is on its way is of the choice before
   history.replaceState(null, "", link());
   said("Estimating.");
   clearTimeout(timer);

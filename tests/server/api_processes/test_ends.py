@@ -47,7 +47,7 @@ def test_a_signal_lets_the_requests_of_all_finish(tmp_path):
         readers = [Stream(client, max_tokens=150) for client in clients]
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: waiting.get("/health").status_code == 503)
-        assert waiting.post(CHAT, json=HELLO).status_code == 503
+        wait_until(lambda: waiting.post(CHAT, json=HELLO).status_code == 503)  # by whichever process it reaches
         for reader in readers:
             assert reader.end()[-1]["choices"][0]["finish_reason"] == "length"
         assert server.process.wait(20) == 0
