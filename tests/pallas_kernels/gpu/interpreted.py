@@ -60,7 +60,7 @@ def run(
     form = {"decode_only": decode_only, "spec_decode": spec_decode, "parts": parts}
     with recorded_races() as kernels:
         output, pages = outputs(case, gpu, **form, first_page=first_page)
-    metadata = metadata_of(case, gpu, **form)
+    metadata = jax.eval_shape(lambda: metadata_of(case, gpu, **form))
     cuts = [parts.num_slots > 0 for parts in (metadata.decode_parts, metadata.prefill_parts)]
     assert len(kernels) == (not spec_decode) + (not decode_only) + any(cuts)
     expected = case.expected()
@@ -77,10 +77,9 @@ def run(
 def metadata_of(
     case: Case, gpu: device.Gpu, *, decode_only: bool, spec_decode: bool = False, parts: Parts | None = None
 ) -> attention.AttentionMetadata:
+    form = {"num_tokens": case.num_tokens, "decode_only": decode_only, "spec_decode": spec_decode}
     with on(gpu, parts):
-        return attention.make_metadata(
-            case.batch, case.spec, num_tokens=case.num_tokens, decode_only=decode_only, spec_decode=spec_decode
-        )
+        return jax.jit(lambda batch: attention.make_metadata(batch, case.spec, **form))(case.batch)  # one program
 
 
 def longest_decode_item(case: Case, gpu: device.Gpu) -> int:
