@@ -31,7 +31,7 @@ def test_events_are_judged_as_they_come_wherever_they_are_cut():
     good, bad = (f"data: {json.dumps(chunk)}\n\n".encode() for chunk in (CHUNK, {**CHUNK, "model": 7}))
     assert faults_of("text/event-stream", good, b"data: [DONE]\n\n") == []
     (fault,) = faults_of("text/event-stream", good + bad[:9], bad[9:])  # no [DONE]: the client broke off
-    assert "7 is not of type 'string'" in fault
+    assert '7 is not of type "string"' in fault
 
 
 def test_a_whole_answer_is_judged_at_its_end():

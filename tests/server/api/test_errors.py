@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-import jsonschema
+import jsonschema_rs
 import pytest
 
 from tests.server.support.openai_schemas import SCHEMAS, validate
@@ -17,7 +17,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.mark.skipif(not SCHEMAS.is_file(), reason="OpenAI's schemas are not in ../shared/data: nothing is validated")
 def test_the_schemas_are_at_hand():
-    with pytest.raises(jsonschema.ValidationError):
+    with pytest.raises(jsonschema_rs.ValidationError):
         validate("ErrorResponse", {"error": "a text where an object must be"})
 
 
