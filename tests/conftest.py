@@ -36,6 +36,8 @@ if "COMPILE_AS_FOR_USERS" in os.environ:  # with the quick flags, some faults do
     os.environ |= AS_FOR_USERS
 else:
     os.environ["XLA_FLAGS"] = " ".join([*_given, *_QUICKLY])
+# Of a child that asks for its own number of devices.
+ANY_DEVICES = {"XLA_FLAGS": " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)}
 COMPILED = Path(__file__).parents[1] / ".pytest_cache/d/compiled"
 # JAX can keep a limit, too. For that it reads the whole folder whenever it stores a program.
 MAX_COMPILED_BYTES = 1 << 30

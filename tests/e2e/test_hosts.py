@@ -26,6 +26,7 @@ import pytest
 from model.config import LlamaConfig
 from model.loading.source import DEMO_FOLDER
 from scripts import convert_checkpoint
+from tests.conftest import ANY_DEVICES
 from tests.e2e.conftest import ADMIN_KEY, ROOT, serve
 from tests.model.adapters import random_for
 from tests.model.checkpoints import write_tensors
@@ -38,7 +39,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.hosts, pytest.mark.slow]
 
 FLAGS = "--seed 0 --max-model-len 256 --max-num-seqs 1 --max-num-batched-tokens 16".split()
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
-QUICK = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
 LAUNCH = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0"]
 STARTED_S, ENDED_S = 400, 60  # on a busy machine, with nothing compiled
 DEMO = json.loads((DEMO_FOLDER / "config.json").read_text())
@@ -77,7 +77,7 @@ class Host:
         place = ["--coordinator", f"127.0.0.1:{port}", "--num-hosts", "2", "--host-id", str(number)]
         place += ["--model", str(model), "--tensor-parallel-size", "8"]
         cache = ["--compile-cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
-        environment = os.environ | {"PALLAS_SERVE_HOSTS_SECRET": "a secret for the tests", "XLA_FLAGS": QUICK}
+        environment = os.environ | ANY_DEVICES | {"PALLAS_SERVE_HOSTS_SECRET": "a secret for the tests"}
         environment |= {"PYTHONPATH": str(ROOT)}
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(

@@ -21,6 +21,7 @@ from model.loading.source import resolve
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
 from scripts import convert_checkpoint
+from tests.conftest import ANY_DEVICES
 from tests.model import checkpoints, gguf_files
 from tests.model.dense_attention import dense_logits
 from tests.model.loaded import load_orbax
@@ -30,9 +31,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     command = [sys.executable, "-W", "error", "-m", "scripts.convert_checkpoint", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=ROOT, env=os.environ | ANY_DEVICES, capture_output=True, text=True, check=False)
 
 
 def test_a_converted_folder_is_a_model_with_the_same_weights(tmp_path):

@@ -16,6 +16,7 @@ from model.config import LlamaConfig
 from model.loading.orbax_format import save_orbax
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
+from tests.conftest import ANY_DEVICES
 from tests.model.loaded import flat
 from tests.model.loading.test_orbax_format import wide
 from tests.server.engine.hosts.loopback import free_port
@@ -55,7 +56,7 @@ def test_each_host_reads_what_its_chips_hold_and_nothing_twice_but_shared_heads(
     config = LlamaConfig.from_file(folder)
     model = load_hf(folder, config, dtype=jnp.bfloat16)
     save_orbax(model, folder / "orbax", config)
-    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | ANY_DEVICES | {"PYTHONPATH": str(ROOT)}
     command, port = [sys.executable, "-c", HOST, str(folder), str(free_port())], subprocess.PIPE
     hosts = [
         subprocess.Popen([*command, str(number)], cwd=ROOT, env=environment, stdout=port, stderr=port, text=True)
