@@ -26,7 +26,7 @@ from scripts.lab.chip.parts import PARTS, ROOT, WORDS, Options, Result
 from scripts.lab.tables import Table, command
 
 # In a rehearsal the GPU kernels' interpreter needs threads, of which XLA's CPU client has as many as devices.
-REHEARSAL = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+DEVICES = "--xla_force_host_platform_device_count"
 REHEARSAL_PATIENCE = 3  # a busy CPU is no finding
 TAIL_LINES = 12
 
@@ -80,7 +80,11 @@ class Progress:
     def _run_part(self, part: str, limit_s: float) -> Result:
         path, log = self._path(part), self._folder / f"{part}.log"
         command = [sys.executable, "-m", "scripts.lab.chip", part, self._options.to_json(), str(path)]
-        env = os.environ | (REHEARSAL if self._options.rehearse else {})
+        env = dict(os.environ)
+        if self._options.rehearse:
+            env["JAX_PLATFORMS"] = "cpu"
+            if DEVICES not in (flags := env.get("XLA_FLAGS", "")):
+                env["XLA_FLAGS"] = f"{flags} {DEVICES}=8"
         started = time.monotonic()
         with log.open("w") as out:
             process = subprocess.Popen(
