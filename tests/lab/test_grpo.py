@@ -131,7 +131,7 @@ def test_the_checkpoint_is_the_policy_that_the_engine_has_served(
     assert all(step["off"] < 1e-3 for step in told["steps"])  # the engine drew with the weights of the step before
     assert (out / "curve.png").stat().st_size > 1000
     assert "scripts/serve --model" in capsys.readouterr().out
-    with LLM(str(out), device="cpu") as llm:
+    with LLM(str(out), device="cpu", max_num_seqs=1, max_num_batched_tokens=16) as llm:  # few programs
         (answer,) = llm.chat(
             [{"role": "user", "content": "Which is the largest of 3, 57 and 31?"}], SamplingParams(logprobs=0, seed=1)
         )
