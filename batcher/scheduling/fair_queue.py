@@ -116,6 +116,16 @@ class FairQueue:
                 return order[0][2].order[0][2].waiting[0]
         return None
 
+    @property
+    def have_last(self) -> bool:
+        """Whether requests wait that go last in their priority. Requests that are set aside do not count."""
+        return any(number % 2 and self._levels[number].order for number in self._numbers)
+
+    def behind(self, seq: RequestState) -> Iterator[RequestState]:
+        """The waiting requests of the client and the level of a waiting one that go after it."""
+        _, client, _ = self._find(seq)
+        return (other for *_, group in client.order for other in group.waiting if other.order > seq.order)
+
     def key(self, seq: RequestState) -> tuple[int, int, int]:
         """The key that a waiting request has if it is admitted now: (level, quanta that its group holds, arrival)."""
         _, _, group = self._find(seq)

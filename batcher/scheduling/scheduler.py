@@ -42,6 +42,7 @@ import math
 import time
 from collections.abc import Callable
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ from batcher.scheduling.request_queues import RequestQueues
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.speculation import Drafts
 from batcher.scheduling.step_plan import Chunk, StepPlan
-from batcher.scheduling.targets import LAST_FIRST, USUAL_TTFT_S, Begun, StepPolicy, begun_of, turn_of
+from batcher.scheduling.targets import LAST_FIRST, MOST_BEHIND, USUAL_TTFT_S, Begun, StepPolicy, begun_of, turn_of
 from batcher.step import Bucket, Capacity, Variant
 
 # The most waiting requests that one step tries to admit in vain. It bounds the work for a long queue. Requests that
@@ -251,6 +252,9 @@ class Scheduler(RequestQueues):
             self.waiting.put_back(adapter)
         costs, cost_left = None, 0.0  # of chunks, where a target limits the step
         last_first = (self.last_step + 1) % LAST_FIRST == 0
+        if last_first and self.policy is not None:
+            have_last = self.waiting.have_last or any(seq.is_last for seq in started)
+            last_first = self.policy.lets_last_first(self._clock(), have_last=have_last)
         if self.policy is not None or last_first:
             started.sort(key=lambda seq: self._turn(seq, last_first=last_first))
         if self.policy is not None and (started or self.waiting):
@@ -353,6 +357,8 @@ class Scheduler(RequestQueues):
         is_urgent = slack_s < policy.step_s
         if not policy.may_enter(len(self.running), kv_tokens, strictest_s, is_urgent=is_urgent):
             return Verdict.NO_TIME
+        if slack_s < math.inf and policy.makes_late(seq, left, slack_s, islice(self.waiting.behind(seq), MOST_BEHIND)):
+            return Verdict.LATE
         return None
 
     def _admit(self, seq: RequestState, in_this_step: set[bytes], begun: list[Begun]) -> Verdict:

@@ -15,9 +15,12 @@ A request may have a target for the time to its first token (TTFT) and one for e
 2. Within one priority, requests that can still keep their TTFT go first, in the order of the latest time of their first
    tokens. `fair_queue.py` still shares rows among clients. A request without a TTFT target takes its place as if it had
    one of `USUAL_TTFT_S`, and is never late.
-3. A request that cannot keep its TTFT any more is late. Late and `flex` requests go after all others of their priority,
-   limit no step, and give their rows to others while they hold more than an eighth of all rows. In every
-   `LAST_FIRST`-th step they go first, with their rows and their chunks, so the others cannot starve them.
+3. A request that cannot keep its TTFT any more is late. If a client's waiting requests cannot all be in time, the
+   longest prompt of those up to the first late one is late in its place, so as few as possible are (Moore and Hodgson's
+   algorithm, whenever a request would be admitted). Late and `flex` requests go after all others of their priority,
+   limit no step, and give their rows to others while they hold more than an eighth of all rows. When some have waited
+   for `USUAL_TTFT_S`, they go first in every `LAST_FIRST`-th step, with their rows and their chunks, so the others
+   cannot starve them. In a shorter overload they get no such step, because it would make others late.
 4. A row is admitted if the decode step with it keeps the strictest target, its own included, with the margin. If its
    own TTFT would be missed otherwise, the margin is not added. A row is always admitted if no other one runs.
 5. The wait in the queue is forecast from the prompt tokens before a request and from those that were admitted per
@@ -33,6 +36,7 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from heapq import heappush, heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +60,7 @@ _PAGES_HELD = 0.6  # the rest is for bursts, and for what admission keeps free
 _USUAL_STEPS = 128  # about as many steps as a request holds its pages
 _HARDLY_LONGER = 1.1
 _LEAST_MEMORY_S = 0.1
+MOST_BEHIND = 32  # requests of a queue that are looked at for who is late
 
 
 class _Median:
@@ -206,6 +211,7 @@ class StepPolicy:
         self._busy_until_s = 0.0
         self._admitted_tokens = self._admitting_s = 0.0  # while requests waited; both fade
         self._num_steps, self.usual_s = 0, 0.0  # the mean time of the last steps with decodes
+        self._last_since_s = math.inf  # since when late and flex requests wait
 
         most, _, (*_, largest) = self._mixed[0]
         self._pair_cost = largest.pair_s * most / largest.base_s
@@ -293,6 +299,12 @@ class StepPolicy:
 
     # --- the queue ---
 
+    def lets_last_first(self, now: float, *, have_last: bool) -> bool:
+        """Whether late and `flex` requests go first in a `LAST_FIRST`-th step (rule 3). `have_last`: some of them have
+        tokens of a prompt to compute."""
+        self._last_since_s = min(self._last_since_s, now) if have_last else math.inf
+        return now - self._last_since_s >= USUAL_TTFT_S
+
     def slack_s(self, seq: RequestState, num_left: int, begun: Iterable[Begun], now: float) -> float:
         """The time between a request's first token and its target, if its prompt starts in the step that is planned
         now. Below 0, it would be late.
@@ -312,6 +324,35 @@ class StepPolicy:
             last = next(fits, self._mixed[0][2])[0]
             first_s += self.predictor.of_shape(last, self._kv_tokens, self._kv_tokens)
         return seq.arrived_s + ttft_s - first_s
+
+    def makes_late(self, seq: RequestState, num_left: int, slack_s: float, behind: Iterable[RequestState]) -> bool:
+        """Whether fewer requests are late if this one is, which has a TTFT target.
+
+        Args:
+            num_left: tokens of its prompt to compute.
+            slack_s: of `slack_s`.
+            behind: requests of the same client that wait behind it, in their order.
+        """
+        assert seq.ttft_s is not None
+        token_s = self.step_s / max(1, self.slack_tokens)
+        end_s = seq.arrived_s + seq.ttft_s - slack_s
+        in_time = [(-num_left, 0)]  # a heap, the longest first
+        for place, other in enumerate(behind, 1):
+            num, ttft_s = other.num_known, other.ttft_s
+            end_s += num * token_s
+            if ttft_s is None:
+                continue
+            longest, late = in_time[0]
+            if end_s <= (due_s := other.arrived_s + ttft_s):
+                heappush(in_time, (-num, place))
+            elif -longest <= num or end_s + longest * token_s > due_s:
+                end_s -= num * token_s  # the other is late itself
+            elif late == 0:
+                return True
+            else:
+                end_s += longest * token_s
+                heapreplace(in_time, (-num, place))
+        return False
 
     def wait_s(self, seq: RequestState, waiting: Iterable[RequestState]) -> float:
         """The forecast of a request's wait in the queue; 0 if too little is known."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, combinations
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -13,11 +15,13 @@ from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.request import ErrorCode, FinishReason, Targets
-from batcher.scheduling.targets import LAST_FIRST, StepPolicy, StepPredictor
+from batcher.requests.admission import make_request_state
+from batcher.scheduling.request_state import RequestState
+from batcher.scheduling.targets import LAST_FIRST, USUAL_TTFT_S, StepPolicy, StepPredictor
 from batcher.step import Bucket, Capacity
 from batcher.step_times import PerTokenEstimate
 from tests.batcher.fake_runner import FakeRunner
-from tests.batcher.harness import Drive, after_weights, make_capacity, make_request
+from tests.batcher.harness import EOS, Drive, after_weights, make_capacity, make_request
 from tests.batcher.test_properties import Scenario, play, scenarios
 from tests.examples import examples
 
@@ -44,6 +48,14 @@ def timed(capacity: Capacity = ROOMY, cost: Cost = table_cost, *, buckets: objec
 
 def prompt(number: int, length: int) -> list[int]:
     return [3 + (number * 7 + i) % 90 for i in range(length)]
+
+
+def waiting(name: str, num_prompt: int, ttft_ms: float) -> RequestState:
+    """A request that has come at time 0."""
+    request = make_request(name, prompt(0, num_prompt), max_tokens=1)
+    seq = make_request_state(request, print, capacity=ROOMY, eos_token_ids=EOS, seed=0, arrived_s=0.0)
+    seq.targets = Targets(ttft_ms=ttft_ms)
+    return seq
 
 
 def listen(drive: Drive) -> dict[str, list[float]]:
@@ -274,14 +286,53 @@ def test_flex_gives_its_rows_and_keeps_an_eighth_of_them():
     drive.check_outputs()
 
 
-def test_chunks_of_flex_go_first_in_every_eighth_step():
+def test_chunks_of_flex_go_first_in_every_eighth_step_after_two_seconds():
     drive = timed(targets=Targets(ttft_ms=1e6))
     drive.add(make_request("flex", prompt(50, 2000), max_tokens=1, is_flex=True))
     for i in range(64 * 4):
         drive.add(make_request(f"chat {i}", prompt(i, 1000), max_tokens=1))
+    while not any(seq.is_last for seq in drive.scheduler.running):
+        drive.step()
+    assert 0 < drive.clock.now - USUAL_TTFT_S < 0.06 * 2 * LAST_FIRST
+    before = drive.num_steps
     while not drive.heard["flex"].outputs:
         drive.step()
-    assert drive.num_steps <= LAST_FIRST * (2 + 2000 // 512)
+    assert drive.num_steps - before <= LAST_FIRST * (1 + 2000 // 512)
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.floats(10, 200)), min_size=1, max_size=7))
+def test_as_few_requests_are_late_as_can_be(requests):
+    """The requests have all arrived, and the tokens of prompts take their times one after the other."""
+    policy = StepPolicy(TABLE, LADDER)
+    token_s = TABLE.seconds(512, 8, kv_tokens=0, pairs=0) / policy.prompt_tokens(0, 0, math.inf)
+    queue = [waiting(f"{i}", *request) for i, request in enumerate(sorted(requests, key=itemgetter(1)))]
+
+    def ends_in_time(chosen: Sequence[RequestState]) -> bool:
+        ends = accumulate(seq.num_prompt * token_s for seq in chosen)
+        return all(end_s <= seq.ttft_s for seq, end_s in zip(chosen, ends, strict=True))
+
+    in_time = []
+    for place, seq in enumerate(queue):
+        slack_s = seq.ttft_s - token_s * sum(other.num_prompt for other in (*in_time, seq))
+        if slack_s >= 0 and not policy.makes_late(seq, seq.num_prompt, slack_s, queue[place + 1 :]):
+            in_time.append(seq)
+    assert ends_in_time(in_time)
+    most = max(n for n in range(len(queue) + 1) if any(map(ends_in_time, combinations(queue, n))))
+    assert len(in_time) == most
+
+
+@pytest.mark.parametrize("client", [1, 2])
+def test_the_longest_prompt_is_late_for_others_of_its_client_alone(client):
+    """All take 0.41 s, the long one 0.18 s, and the others 0.24 s."""
+    drive = timed(targets=Targets(ttft_ms=260))
+    times = listen(drive)
+    drive.add(make_request("long", prompt(50, 1500), max_tokens=1, client=1))
+    for i in range(20):
+        drive.add(make_request(f"{i}", prompt(i, 100), max_tokens=1, client=client))
+    drive.finish()
+    counts = {outcome: n for (_, _, outcome), n in drive.engine.stats().by_targets.items()}
+    assert (times["long"][0] <= 0.26) == (client == 2)
+    assert counts["missed"] == 1 if client == 1 else counts["missed"] > 5
 
 
 def test_a_late_request_is_refused_or_served_last():
