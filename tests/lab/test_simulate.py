@@ -93,8 +93,9 @@ def test_a_plan_and_the_comparison_find_the_same_rate(capsys: pytest.CaptureFixt
     assert plan.main(["--model", "8b", "--target", "h100", "--workload", "chat", "--json", *targets, *context]) == 0
     planned = json.loads(capsys.readouterr().out)
     found = rates(capsys, "--loads", "chat", "--policies", "targets", *targets)["targets"]
-    assert planned["best"]["offered_requests_per_s"] == pytest.approx(found, abs=0.005)
-    assert planned["holds"] == f"h100 holds {found:.1f} requests/s within 50/500 ms (ITL/TTFT, p99)"
+    rate = planned["best"]["offered_requests_per_s"]
+    assert rate == pytest.approx(found, abs=0.005)
+    assert planned["holds"] == f"h100 holds {rate:.1f} requests/s within 50/500 ms (ITL/TTFT, p99)"
     assert " --target-itl 50 --target-ttft 500 " in planned["command"]
     assert "--max-num-seqs" not in planned["command"]
 
