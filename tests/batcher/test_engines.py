@@ -136,16 +136,13 @@ class Device:
 
         def on_result(number: int) -> None:
             with self._changed:
-                place = self._dispatched.index((name, number))
-                assert self._changed.wait_for(lambda: self._num_done == place and self._has_both(), PATIENCE_S)
+                place, all = self._dispatched.index((name, number)), self._dispatched
+                # Both runners have a step before the first result: else one may end before the other begins.
+                assert self._changed.wait_for(lambda: self._num_done == place and len(dict(all)) == 2, PATIENCE_S)
                 self._num_done += 1
                 self._changed.notify_all()
 
         return FakeRunner(CAPACITY, on_execute=on_execute, on_result=on_result)
-
-    def _has_both(self) -> bool:
-        """The first result waits until both runners have a step, so that one does not end before the other begins."""
-        return len({name for name, _ in self._dispatched}) == 2
 
 
 def test_a_step_waits_for_as_many_steps_of_another_engine_as_its_pipeline_is_deep() -> None:

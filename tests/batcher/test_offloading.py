@@ -240,8 +240,7 @@ def test_a_page_that_the_store_has_lost_is_computed() -> None:
     drive.check_outputs()
 
 
-def test_more_copies_than_there_are_buffers_come_from_a_store(monkeypatch) -> None:
-    monkeypatch.setattr("batcher.scheduling.offloading._PATIENCE_S", 60.0)
+def test_more_copies_than_there_are_buffers_come_from_a_store() -> None:
     store = Memory()
     run(small(store=store), "first", PROMPT)
     capacity = moving(make_capacity(num_pages=16), pages_of_copy=1)

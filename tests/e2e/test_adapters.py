@@ -23,8 +23,8 @@ from model.loading.source import DEMO_FOLDER
 from model.network.lora import TARGETS
 from tests.c_compiler import compiler
 from tests.e2e.conftest import ADMIN_KEY, DemoServer, serve_exported
+from tests.e2e.kv_crowd import healthy
 from tests.model.adapters import random_for
-from tests.server.support.requests import wait_until_idle
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -81,10 +81,7 @@ def http(adapted) -> Iterator[httpx.Client]:
         told = text_of(http, BASE)
         yield http
         assert text_of(http, BASE) == told
-    wait_until_idle(adapted)
-    metrics = adapted.metrics()
-    assert metrics["num_compiles_after_warm_up_total"] == metrics["integrity_failures_total"] == 0
-    assert metrics["failed_steps_total"] == 0
+    healthy(adapted)
 
 
 def text_of(http: httpx.Client, model: str, body: dict[str, Any] = TOLD) -> str:
@@ -155,8 +152,7 @@ def test_streams_of_forty_adapters_and_the_base_have_the_texts_that_each_has_alo
     before = adapted.metrics()
     with adapted.client() as client, ThreadPoolExecutor(64) as pool:
         found = list(pool.map(lambda model: streamed(client, model, TOLD), models))
-    wait_until_idle(adapted)
-    metrics = adapted.metrics()
+    metrics = healthy(adapted)
     assert metrics["lora_adapters"] == len(NAMES)
     assert metrics["lora_adapters_resident"] == 8
     assert metrics["lora_slot_writes_total"] - before["lora_slot_writes_total"] >= len(NAMES) - 8

@@ -31,7 +31,7 @@ def test_a_batch_says_what_single_requests_say_and_lets_them_pass(engine_flags, 
         wait_until(lambda: server.metrics()["num_requests_waiting"] > 0)  # all rows are taken
         alone = [server.post(CHAT, question).json()["choices"][0]["message"]["content"] for question in questions]
         assert client.batches.retrieve(batch.id).status == "in_progress"  # ten requests went before the rest of it
-        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", timeout_s=120)
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", timeout_s=300)
         batch = client.batches.retrieve(batch.id)
         assert batch.request_counts.completed == len(lines)
         records = [json.loads(text) for text in client.files.content(batch.output_file_id).text.splitlines()]

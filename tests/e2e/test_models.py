@@ -23,8 +23,9 @@ from safetensors.numpy import load_file, save_file
 
 from model.loading.source import DEMO_FOLDER
 from tests.e2e.conftest import ADMIN_KEY, ROOT, DemoServer, serve_exported
+from tests.e2e.kv_crowd import healthy
 from tests.server.support.api_processes import through_each
-from tests.server.support.requests import CHAT, wait_until, wait_until_idle
+from tests.server.support.requests import CHAT, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -81,10 +82,7 @@ def http(server) -> Iterator[httpx.Client]:
     """An administrator's client. After the test nothing is left of its requests."""
     with server.http(headers=ADMIN, limits=httpx.Limits(max_connections=None)) as client:
         yield client
-    wait_until_idle(server)
-    metrics = server.metrics()
-    assert metrics["num_compiles_after_warm_up_total"] == metrics["integrity_failures_total"] == 0
-    assert metrics["failed_steps_total"] == 0
+    healthy(server)
 
 
 def says(client: openai.OpenAI, model: str, question: str) -> str:

@@ -87,8 +87,7 @@ def test_a_host_that_reads_goes_on_with_steps(hosts, tmp_path, monkeypatch):
     theirs, gate = FakeStore(), Gate(first=0)
     load, pair = theirs.load, Pair(hosts, theirs)
     monkeypatch.setattr(theirs, "load", lambda path: gate(0) or load(path))
-    place = write_adapter(tmp_path / "a", "text")
-    loading = threading.Thread(target=pair.all.load, args=(str(place),))
+    loading = threading.Thread(target=pair.all.load, args=(str(write_adapter(tmp_path / "a", "text")),))
     loading.start()
     assert gate.reached.wait(30)
     for number in range(5):
