@@ -33,7 +33,7 @@ from tests.demo.test_adapters import LIMITS as DEMO_LIMITS
 from tests.model import adapters
 from tests.scripts.test_llm_training import CONFIG, is_greedy, model_of
 
-LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "page_size": 16, "num_pages": 9}
+LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "page_size": 16, "num_pages": 7}
 LIMITS["compile_all_first"] = True  # another thread's programs would count as compiled after the warm-up
 NAMES = ("", "one", "two", "adapted")  # "": the LLM's own model
 PROMPTS = [list(range(40, 40 + length)) for length in (6, 20, 35, 50, 20, 35)]  # chunks, and prefixes of each other

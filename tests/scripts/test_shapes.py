@@ -91,7 +91,7 @@ def test_every_text_is_that_of_its_model_alone(start, folders, alone) -> None:
     plan = lines[first : first + 4]
     assert "--memory-utilization 0.9" in plan[0]
     assert [line.split(":")[0].strip() for line in plan[1:]] == ["--model, one", "wide", "int8"]
-    assert "K/V of 144 tokens" in plan[1]  # 9 pages of 16 tokens, by --num-pages
+    assert "K/V of 112 tokens" in plan[1]  # 7 pages of 16 tokens, by --num-pages
     assert all("weights 2 x " in line and line.endswith(" programs") for line in plan[1:])
     models = llm._client.models
     assert {name: (own.vocab_size, own.max_model_len) for name, own in models.items()} == {
