@@ -402,13 +402,13 @@ def test_adapters_of_models_run_between_the_others(folders, tmp_path, kind: str)
 
 
 @pytest.mark.slow
-def test_a_thousand_changes_leave_no_array_behind(folders) -> None:
+def test_hundreds_of_changes_leave_no_array_behind(folders) -> None:
     with an_llm(folders, ("one", "two")) as llm:
         texts(llm, ("one", "two"))
         gc.collect()  # of other tests, too: a count with their garbage would be too great
         held = len(jax.live_arrays())
-        for number in range(1000):
+        for number in range(400):
             assert send(llm, ("one", "two")[number % 2], PROMPTS[0], 2).last.result(60).error is None
         gc.collect()
-        assert len(jax.live_arrays()) <= held + 20
-        assert llm.stats().num_models_brought >= 1000
+        assert len(jax.live_arrays()) <= held + 8
+        assert llm.stats().num_models_brought >= 400
