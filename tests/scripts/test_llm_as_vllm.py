@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 
 @pytest.fixture(scope="module")
 def engine(folder):  # noqa: F811
-    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "page_size": 16, "num_pages": 24}
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "page_size": 16, "num_pages": 24}
     of_trl = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.3, "model_impl": "auto", "quantization": None}
     of_openrlhf = {"enforce_eager": False, "distributed_executor_backend": "uni", "dtype": "float32", "max_logprobs": 1}
     both = {"enable_sleep_mode": True, "seed": 1, "logprobs_mode": "processed_logprobs", "trust_remote_code": True}

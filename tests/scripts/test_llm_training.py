@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(folder):
-    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "page_size": 16, "num_pages": 24}
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "page_size": 16, "num_pages": 24}
     with LLM(str(folder), device="cpu", compile_cache=str(COMPILED), **limits) as llm:
         yield llm
 
