@@ -410,5 +410,5 @@ def test_hundreds_of_changes_leave_no_array_behind(folders) -> None:
         for number in range(400):
             assert send(llm, ("one", "two")[number % 2], PROMPTS[0], 2).last.result(60).error is None
         gc.collect()
-        assert len(jax.live_arrays()) <= held + 8
+        assert len(jax.live_arrays()) <= held + 20
         assert llm.stats().num_models_brought >= 400
