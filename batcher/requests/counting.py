@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from batcher.scheduling.step_plan import StepPlan
 from batcher.stats import PROMPT_SOURCES, EngineStats
 
 MOST_CLASSES, OTHER_CLASSES = 256, "others"  # of targets, by client and outcome
+_name_of = lru_cache(MOST_CLASSES)(str)
 
 
 def count_plan(counts: EngineStats, plan: StepPlan, clock: Callable[[], float]) -> None:
@@ -55,7 +57,7 @@ def count_first_token(counts: EngineStats, seq: RequestState) -> None:
 def count_target(counts: EngineStats, seq: RequestState, outcome: str) -> None:
     """Counts a request by its targets. Requests name them, so only the first classes of targets have a name."""
     found, client = counts.by_targets, seq.request.client
-    place = client, str(seq.targets), outcome
+    place = client, _name_of(seq.targets), outcome
     if place not in found and len(found) >= MOST_CLASSES:
         place = client, OTHER_CLASSES, outcome
     found[place] = found.get(place, 0) + 1

@@ -58,8 +58,9 @@ class SlotColumns:
         seq.last_token_s, seq.num_late_gaps = float(self.last_token_s[slot]), int(self.num_late[slot])
         if self.itl_s[slot] < math.inf:
             self.itl_s[slot] = math.inf
-            self._classes.subtract([_class_of(seq)])
-            self._classes = +self._classes  # without classes of no request
+            self._classes[its_class := _class_of(seq)] -= 1
+            if not self._classes[its_class]:
+                del self._classes[its_class]
         self._owners[slot] = None
         self.left[slot], self.left_of_page[slot] = _AT_ONCE, NEVER
         self._count_stop_ids(seq, -1)

@@ -367,7 +367,7 @@ class StepPolicy:
     def dispatched(self, plan: StepPlan, now: float, *, kv_tokens: int, have_waiting: bool) -> None:
         """Records a step, with its bucket as it is dispatched."""
         tokens, rows = plan.bucket.num_tokens, plan.bucket.num_rows
-        pairs = kv_tokens + sum((chunk.start + chunk.count / 2) * chunk.count for chunk in plan.chunks)
+        pairs = kv_tokens + sum([(chunk.start + chunk.count / 2) * chunk.count for chunk in plan.chunks])
         predicted = self.predictor.predict(tokens, rows, kv_tokens, pairs)
         seconds = predicted.seconds
         self._in_flight.append((plan.number, predicted))
@@ -387,7 +387,7 @@ class StepPolicy:
         if not self._in_flight or self._in_flight[0][0] != number:  # it was dispatched before there was a policy
             return
         self.predictor.learn(self._in_flight.popleft()[1], took_s)
-        self._busy_until_s = now + sum(predicted.seconds for _, predicted in self._in_flight)
+        self._busy_until_s = now + sum([predicted.seconds for _, predicted in self._in_flight])
 
 
 def turn_of(seq: RequestState, *, last_first: bool = False) -> Turn:
