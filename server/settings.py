@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,6 +25,7 @@ MOST_API_SERVERS = 64
 MOST_BATCH_REQUESTS = 4096  # in the engine at once
 TOP_K_OFF = -1  # in requests and files; for the engine 0 is off
 FLEX = "flex"  # the service tier of requests without targets
+RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})  # of chat templates
 _KEY_TARGETS = "--api-key-targets"
 
 
@@ -178,6 +179,7 @@ class Settings:
     tool_call_parser: str | None = None  # None: as the template shows
     reasoning_parser: str | None = None  # None: as the template or a system message shows
     chat_template: str | None = None  # replaces the tokenizer's own
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # where a request does not set them
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     generation_rules: GenerationRules = field(default_factory=GenerationRules)  # for further models
     planner: tuple[str, ...] = ()  # the command that answers the page's plans; empty: there is no planner

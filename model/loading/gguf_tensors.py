@@ -52,6 +52,7 @@ _TOP = {
     HEAD.key: gguf_config.HEAD,
     "model.norm.weight": "output_norm.weight",
 }
+MOST_FAULTS = 8  # that an error names
 _ROWS_AT_ONCE = 1024  # rows that are dequantised together; bounds the temporary memory
 
 
@@ -176,6 +177,8 @@ class GgufTensors(Checkpoint):
         problems += [f"unexpected: {', '.join(sorted(extra))}"] if extra else []
         for name in sorted(expected.keys() & self._tensors.keys()):
             problems += [f"{name} {problem}" for problem in faults_of(self._tensors[name], expected[name])]
+        if len(problems) > MOST_FAULTS:
+            problems[MOST_FAULTS:] = [f"and {len(problems) - MOST_FAULTS} other faults"]
         if problems:
             raise ValueError(f"{self._path} does not hold this model's weights: {'; '.join(problems)}")
 

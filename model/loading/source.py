@@ -161,7 +161,7 @@ def small_files(name: str, revision: str | None = None) -> Path:
 
     Raises ValueError if there is none, or if a revision is given of what is not on the hub.
     """
-    where = place(name, "tokenizer")
+    where = DEMO_FOLDER if name == DEMO else place(name, "tokenizer")
     if _HUB_NAME.fullmatch(name) and not where.exists():
         return _from_hub(name, revision, SMALL_FILES)
     if revision is not None:
@@ -230,6 +230,8 @@ def _kind(name: str, path: Place) -> Kind:
         return Kind.FOLDER
     if is_url(name):
         raise ValueError(f"there is no folder and no GGUF file {name}")
+    if path.exists():
+        raise ValueError(f"{name} is a file, but no GGUF file")
     if _HUB_NAME.fullmatch(name):
         return Kind.HUB
     raise ValueError(

@@ -46,11 +46,13 @@ def without_effect(flag: str, value: str | None) -> list[str]:
 
 def translated(flag: str, value: str) -> tuple[list[str], list[str]] | None:
     """The arguments that mean the same here, and lines for the log if it is not quite the same. None: the flag and its
-    value stay as they are."""
+    value stay as they are. Raises ValueError for a value that is refused."""
     if flag in TABLE["harmless"] and re.fullmatch(TABLE["harmless"][flag], value):
         return [], []
     for entry in TABLE["values"]:
         if entry["flag"] == flag and re.fullmatch(entry["matches"], value):
+            if "refuse" in entry:
+                raise ValueError(f"{flag} {value}: {entry['refuse']}")
             return entry["as"], [f"{flag} {value}: {entry['why']}"] if "why" in entry else []
     return None
 

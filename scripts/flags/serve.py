@@ -17,10 +17,12 @@ from model.inputs.paths import Place, local_path, place
 from model.loading.copies import local_folder
 from scripts.flags.cluster import ClusterFlags
 from scripts.flags.compatibility import LEVEL_VARIABLE, LEVELS
+from scripts.flags.parsing import json_object
 from server.flag import MOST_COUNT, check_flags, flag_name, flags_of, setting, values_of
 from server.settings import (
     DEFAULT_BATCH_CONCURRENCY,
     MOST_BATCH_REQUESTS,
+    RESERVED_VARIABLES,
     GenerationDefaults,
     GenerationRules,
     Settings,
@@ -30,6 +32,8 @@ from server.text.reasoning import REASONING_FORMATS
 from server.text.tool_calls.formats import FORMATS
 
 logger = logging.getLogger("pallas_serve")
+
+VARIABLES_EXAMPLE = '{"enable_thinking": false}'
 
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
 VLLM_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's variable with the default of --api-key
@@ -82,6 +86,10 @@ class ServeFlags:
     chat_template: Place | None = _of_requests(  # noqa: RUF009
         None, "A Jinja file in place of the model's chat templates", unset="the model's own", metavar="FILE",
     )  # fmt: skip
+    default_chat_template_kwargs: str | None = _of_requests(
+        None, "The variables of the chat template for requests that do not set them in `chat_template_kwargs`, such as "
+        f"'{VARIABLES_EXAMPLE}'", metavar="JSON",
+    )  # fmt: skip
     generation_config: str = _of_requests(
         "auto", "Defaults of requests: `auto` (the model's), `vllm` (none of the model's) or a folder's "
         "generation_config.json. Its `max_new_tokens` is the most output of any request", metavar="FROM",
@@ -109,9 +117,19 @@ def answer_settings(args: argparse.Namespace, folder: Path | None) -> dict[str, 
         "tool_call_parser": args.tool_call_parser,
         "reasoning_parser": args.reasoning_parser,
         "chat_template": read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
+        "template_variables": template_variables(args.default_chat_template_kwargs),
         "generation_defaults": rules.defaults_of(folder),
         "generation_rules": rules,
     }
+
+
+def template_variables(given: str | None) -> dict[str, Any]:
+    """The value of `--default-chat-template-kwargs`. Raises ValueError."""
+    flag = "--default-chat-template-kwargs"
+    variables = {} if given is None else json_object(flag, given, VARIABLES_EXAMPLE)
+    if reserved := RESERVED_VARIABLES.intersection(variables):
+        raise ValueError(f"{flag} must not set {', '.join(sorted(reserved))}")
+    return variables
 
 
 def offline_settings(args: argparse.Namespace, folder: Path | None) -> dict[str, Any]:

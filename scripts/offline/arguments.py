@@ -102,6 +102,11 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     sampled_logprobs: bool = False  # of each token, in the distribution from which it was drawn
 
+    @classmethod
+    def from_optional(cls, **parameters: Any) -> Self:
+        """The parameters, with the defaults in place of None."""
+        return cls(**{name: value for name, value in parameters.items() if value is not None})
+
     def clone(self) -> Self:
         """A copy that shares nothing with this object."""
         return copy.deepcopy(self)

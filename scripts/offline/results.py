@@ -59,6 +59,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]  # `n` of them
     num_cached_tokens: int  # tokens of the prompt that came from the prefix cache
     finished: bool = True
+    metrics: None = None  # `LLM.get_metrics` has the times of all requests
 
 
 @dataclass(frozen=True, kw_only=True)

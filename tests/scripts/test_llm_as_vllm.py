@@ -366,6 +366,7 @@ def test_what_else_is_called(llm, make_llm):
     params = SamplingParams(2, 0.5, 0.25, 1.5, 0.7, None, 0.9, 7, 0.1, 3)
     assert (params.n, params.temperature, params.top_p, params.top_k, params.seed) == (2, 0.7, 0.9, 7, 3)
     assert params.clone() == params and params.clone() is not params
+    assert SamplingParams.from_optional(n=2, seed=None, top_k=None) == SamplingParams(n=2)
     assert llm.get_default_sampling_params() == SamplingParams()
     (metric,) = [one for one in llm.get_metrics() if one.name == "pallas_serve:generation_tokens_total"]
     assert metric.value > 0 and metric.labels["model_name"] == llm.model_name

@@ -133,7 +133,10 @@ def test_forms_of_values(flags, settings):
         ("--task classify", "--task: text is generated (auto, generate)"),
         ("--runner pooling --convert classify", "requests classify by `logprob_token_ids`"),
         ("--worker-extension-cls a.B", "which has /update_weights; in Python there is `LLM(worker_extension_cls=...)`"),
-        ("--quantization bitsandbytes", "invalid choice: 'bitsandbytes' (choose from"),
+        ("--quantization bitsandbytes", "--quantization bitsandbytes: int8, fp8 and int4 are made here"),
+        ("--load-format=bitsandbytes", "--quantization int4 keeps them in 4 bits"),
+        ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2: fp8 (e4m3) and int8 take a byte"),
+        ("--quantization unknown", "invalid choice: 'unknown' (choose from"),
         ("--max-model-len", "--max-model-len: expected one argument"),
     ],
 )
@@ -221,7 +224,7 @@ def test_keywords_go_through_the_same_table(caplog):
 
 def test_values_of_the_table_are_flags_of_ours():
     for entry in compatibility.TABLE["values"]:
-        if entry["as"]:
+        if entry.get("as"):
             launch.parse(entry["as"])
     assert compatibility.translated("--dtype", "bfloat16") is None
 

@@ -16,6 +16,7 @@ from server.api.request.tools import MAX_DEPTH, Tools
 from server.api.served_model import ServedModel
 from server.api.state import ServerState
 from server.http.request_error import RequestError, given, invalid, overloaded, too_long, unavailable, unsupported
+from server.settings import RESERVED_VARIABLES
 from server.text.chat_template import ChatTemplate
 from server.text.special_tokens import Part
 from server.text.template_environment import TemplateError, TemplateLengthError, TemplateLimitError
@@ -29,7 +30,6 @@ MAX_ROLE_CHARS = 64
 MAY_BE_EMPTY = ("assistant", "tool", "ipython")  # roles whose content may be null
 MAX_VARIABLES_BYTES = 64 * 1024  # the template reads every string of them, several times
 MAX_DOCUMENTS_BYTES = 2 * 2**20
-RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 _variables = msgspec.json.Decoder(dict[str, Any] | None)
 _documents = msgspec.json.Decoder(list[dict[str, Any]] | None)
@@ -58,6 +58,7 @@ async def encode_conversation(
         raise invalid("chat_template", message)
     check_num_messages(len(given_messages), max_model_len)
     templates, tokenizer = state.templates, model.tokenizer
+    shown_tools = {} if tools is None else {"tools": tools.for_template()}
 
     def call() -> dict[str, Any]:
         """The arguments of `ChatTemplate.render`."""
@@ -67,7 +68,7 @@ async def encode_conversation(
             "messages": messages,
             "add_generation_prompt": not continues if opens is None else opens,
             "continue_final_message": continues,
-            "extra": template_variables(body) | ({} if tools is None else {"tools": tools.for_template()}),
+            "extra": {**state.settings.template_variables, **template_variables(body), **shown_tools},
             "max_chars": tokenizer.max_token_chars * max_model_len,
         }
 
@@ -79,7 +80,7 @@ async def encode_conversation(
     def rendered(template: ChatTemplate) -> list[int]:
         given = call()
         _check_shown(given["extra"], template.variables_read)
-        costly = "messages" if given["extra"].keys() <= {"documents", "tools"} else "chat_template_kwargs"
+        costly = "chat_template_kwargs" if body.chat_template_kwargs else "messages"
         with _template_errors("messages", limits_param=costly):
             parts = template.render(timeout_s=templates.timeout_s, **given)
         return encoded(parts)

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from model.config import LlamaConfig
 from model.inputs.gguf import GgufFile
+from model.loading import gguf_tensors
 from model.loading.gguf_config import hf_config
 from model.loading.hf_format import expected_shapes
 from model.loading.source import DEMO_FOLDER, Kind, resolve
@@ -327,12 +328,14 @@ def test_missing_metadata_are_named(tmp_path):
         hf_config(dataclasses.replace(file, metadata=kept))
 
 
-def test_types_that_are_not_read_are_named(tmp_path):
+def test_types_that_are_not_read_are_named(tmp_path, monkeypatch):
     def packed(key, rows):
         return (rows.astype(np.float64), Type.F64) if "down" in key else (rows, Type.F32)
 
     path, _, _ = write(tmp_path, packed=packed)
-    with pytest.raises(ValueError, match=r"blk.0.ffn_down.weight has type F64, not one of F32, F16, BF16, Q8_0"):
+    text = r"blk.0.ffn_down.weight has type F64, not one of F32, F16, BF16, Q8_0.*; and 2 other faults$"
+    monkeypatch.setattr(gguf_tensors, "MOST_FAULTS", 1)
+    with pytest.raises(ValueError, match=text):
         find_weights(path, resolve(str(path)).config)
 
 
@@ -342,6 +345,9 @@ def test_a_folder_with_a_gguf_file_only_and_a_missing_file_are_told_apart(tmp_pa
         resolve(str(tmp_path))
     with pytest.raises(ValueError, match=r"there is no file .*absent\.gguf"):
         resolve(str(path.with_name("absent.gguf")))
+    path.rename(path.with_suffix(".bin"))
+    with pytest.raises(ValueError, match=r"model\.bin is a file, but no GGUF file"):
+        resolve(str(path.with_suffix(".bin")))
 
 
 # Of log-probabilities down to -8. In bfloat16 and in blocks llama.cpp rounds the activations of every product, too.

@@ -12,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 
 from model.config import LlamaConfig
 from model.loading import hub as hub_client
-from model.loading.source import Kind, adapter_place, resolve
+from model.loading.source import DEMO_FOLDER, Kind, adapter_place, resolve, small_files
 from model.network.sharding import abstract_model
 from model.presets import PRESETS
 from tests.model import checkpoints
@@ -59,6 +59,10 @@ def test_one_end_id_may_be_a_number(eos, tmp_path):
     folder = checkpoints.write(tmp_path, "gqa2")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     assert resolve(str(folder)).eos_token_ids == (3,)
+
+
+def test_the_demo_has_a_tokenizer():
+    assert small_files("demo") == DEMO_FOLDER
 
 
 @pytest.mark.parametrize(

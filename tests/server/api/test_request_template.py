@@ -51,6 +51,13 @@ def tokens_of(state, **fields) -> bytes:
     return bytes(id for id in call(state, "POST", "/tokenize", json=HELLO | fields).json()["tokens"] if id < 256)
 
 
+def test_the_servers_variables_are_there_unless_a_request_sets_them():
+    templates = ChatTemplates(default="{{ thinking }}{{ language }}{{ messages[0].content }}")
+    state = state_of(StubClient(DONE), template=templates, template_variables={"thinking": "T", "language": "L"})
+    assert tokens_of(state) == b"TLhi"
+    assert tokens_of(state, chat_template_kwargs={"thinking": "U"}) == b"ULhi"
+
+
 def test_the_template_for_tools_is_taken_if_there_are_tools():
     state = state_of(StubClient(DONE), template=TWO)
     assert tokens_of(state) == b"Dhi"
