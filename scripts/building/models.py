@@ -32,7 +32,7 @@ from model.inputs.words import one_line
 from model.loading.hf_format import is_adapter
 from model.loading.merged import MergedWeights
 from model.loading.remote_tensors import readable
-from model.loading.weights_digest import files_of
+from model.loading.weights_digest import files_of, weights_digest
 from pallas_kernels.chips import GIB
 from scripts.building.device import host_bytes
 from scripts.building.load import Loader, find_kv_scales
@@ -64,6 +64,7 @@ class RunnersModels:
         self._lock = Lock()
         self._loader: Loader | None = None
         self._chosen: dict[int, ChosenWeights] = {}  # by identity
+        self._files: dict[int, int] = {}  # `identity_of` when a model was added, by identity
         self._kept: OrderedDict[int, Weights] = OrderedDict()  # in the host's memory; the most recently used last
         settings = plan.settings
         is_mapped = settings.models_host_memory is None and plan.device.platform == "cpu"
@@ -86,16 +87,27 @@ class RunnersModels:
         speed = copy.nbytes / (time.perf_counter() - began)
         return f"{size / speed:.2f} s: {size / GIB:.2f} GiB at {speed / GIB:.3g} GiB/s, which a copy has reached"
 
-    def add(self, identity: int, weights: ChosenWeights) -> None:
-        """Adds a model of the engine's shape, whose weights are read when it first runs."""
+    def load(self, path: str) -> int:
+        """Adds the model at `path`, on a host that follows: the leader has seen that it has the engine's shape. The
+        errors are those of `choose_model`."""
+        return self.add(choose_model(self._plan, path))
+
+    def add(self, weights: ChosenWeights) -> int:
+        """Adds a model of the engine's shape, whose weights are read when it first runs. Returns its identity, which is
+        the same on all hosts of the engine."""
+        identity = files = identity_of(weights)
+        if jax.process_count() > 1 and weights.stored is not None:
+            identity = _number(weights_digest(weights.stored))
         with self._lock:
-            self._chosen[identity] = weights
+            if identity not in self._chosen:  # else another path with the same content was refused
+                self._chosen[identity], self._files[identity] = weights, files
+        return identity
 
     def forget(self, identity: int) -> bool:
         """Removes a model. Returns whether there are others."""
         with self._lock:
-            self._chosen.pop(identity, None)
-            self._kept.pop(identity, None)
+            for found in (self._chosen, self._files, self._kept):
+                found.pop(identity, None)
             return bool(self._chosen)
 
     def loaded(self, name: str, identity: int, path: str) -> LoadedModel:
@@ -140,7 +152,7 @@ class RunnersModels:
     def _read(self, identity: int, weights: ChosenWeights) -> Weights:
         loader = self._loader
         assert loader is not None, "models are brought after the start"
-        if identity_of(weights) != identity:
+        if identity_of(weights) != self._files.get(identity):
             raise ValueError(f"{weights.source.weights} has changed since it was loaded: load it again")
         loaded, spec = loader.read(weights, keeps=True, drafts=False), loader.attention.spec
         kv_scales = None
@@ -201,4 +213,8 @@ def identity_of(weights: ChosenWeights) -> int:
     facts = [repr((weights.stored, weights.source.name if weights.stored is None else None))]
     if weights.stored is not None:
         facts += sorted(f"{file} {readable(file).version()}" for file in files_of(weights.stored))
-    return int.from_bytes(hashlib.sha256("\n".join(facts).encode()).digest()[:8]) >> 1 | 1
+    return _number(hashlib.sha256("\n".join(facts).encode()).hexdigest())
+
+
+def _number(digest: str) -> int:
+    return int(digest[:16], 16) >> 1 | 1

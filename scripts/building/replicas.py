@@ -34,8 +34,6 @@ def replicas_of(served: ServedSettings, number: int, shared: Path | None = None)
         raise ValueError("--data-parallel-size is for one host: several hosts share one model")
     if served.cluster is not None and served.engine.kv_offloading_size:
         raise ValueError("--kv-offloading-size: the pages of an engine of several hosts cannot leave the devices")
-    if served.cluster is not None and served.engine.has_models:
-        raise ValueError("--models, --models-folder: an engine of several hosts has one model")
     keeps_programs = number > 1 and shared is not None and served.engine.compile_cache != "none"
     turn = shared / "compiled-by-the-first" if keeps_programs and shared is not None else None
     return [replace(served, replica=own, num_replicas=number, compile_turn=turn) for own in range(number)]

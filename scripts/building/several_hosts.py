@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
+from batcher.step import WeightsKind
 from model.inputs.words import described
 from scripts.building.adapter_store import loaded_adapters
+from scripts.building.limits import LEAST_MODELS
 from scripts.building.runner import OtherHosts, build_runner, make_publisher, warm_engine
+from scripts.building.shapes import Shapes
 from scripts.flags.settings import EngineSettings, ServedSettings
-from server.engine.hosts.all_hosts import AllAdapters, AllWeights
+from server.engine.adapters import AdapterStore
+from server.engine.hosts.all_hosts import AllAdapters, AllModels, AllWeights
 from server.engine.hosts.cluster import LEADER, Cluster
 from server.engine.hosts.commands import Compile
 from server.engine.hosts.follower import Follower
@@ -36,20 +40,24 @@ def build_leader(served: ServedSettings, report: Reporter) -> BuiltEngine:
     publisher = make_publisher(served.engine, report)
     leader = Leader(cluster, report.fail)
     with _telling(leader.fail):
-        leader.gather(_settings(served.engine), report)
+        settings = _of_all(served.engine)
+        leader.gather(_settings(settings), report)
         others = OtherHosts(num_hosts=cluster.num_hosts, join=partial(_join, cluster), agree=leader.agree)
-        built = build_runner(served.engine, report, tokenizer=served.tokenizer, compile_meanwhile=True, others=others)
+        built = build_runner(settings, report, tokenizer=served.tokenizer, compile_meanwhile=True, others=others)
         store = None if built.adapter_store is None else AllAdapters(built.adapter_store, leader)
-        runner = BroadcastRunner(built.runner, leader, store)
         tokenizer = partial(ByteLevelTokenizer.from_folder, served.tokenizer)
+        runner = BroadcastRunner(built.runner, leader)
         engine = warm_engine(built, report, tokenizer, read_tokens=True, runner=runner, publisher=publisher)
-        adapters = loaded_adapters(served.engine, store, engine, publisher)
+        shapes = None if built.models is None else Shapes(built, engine, (), report)
+        engines = engine if shapes is None else shapes.engines
+        models = None if shapes is None else AllModels(shapes, leader)
+        adapters = loaded_adapters(settings, store, engines, publisher, models)
     return BuiltEngine(
-        engine=engine,
+        engine=engines,
         info=built.info,
         adapters=adapters,
-        weights=WeightChanges(engine, AllWeights(built.runner_weights(), leader)),
-        after_shutdown=partial(end_hosts, engine, leader, _leave),
+        weights=WeightChanges(engines, AllWeights(built.runner_weights(), leader)),
+        after_shutdown=partial(end_hosts, engines, leader, _leave),
     )
 
 
@@ -58,17 +66,30 @@ def build_follower(served: ServedSettings, report: Reporter) -> BuiltEngine:
     cluster = _cluster(served)
     follower = Follower(cluster, report.fail)
     with _telling(follower.fail):
-        follower.arrive(_settings(served.engine), report)
+        settings = _of_all(served.engine)
+        follower.arrive(_settings(settings), report)
         others = OtherHosts(num_hosts=cluster.num_hosts, join=partial(_join, cluster), agree=partial(_follow, follower))
-        built = build_runner(served.engine, report, tokenizer=served.tokenizer, compile_meanwhile=True, others=others)
+        built = build_runner(settings, report, tokenizer=served.tokenizer, compile_meanwhile=True, others=others)
         command = follower.expect(Compile)
         follower.answer(command, lambda: built.runner.compile(command.buckets, lambda line: report(f"  {line}")))
     most_in_flight = served.engine.pipeline_depth
     weights = built.runner_weights()
+    stores: dict[WeightsKind, AdapterStore] = {}
+    if built.adapter_store is not None:
+        stores[WeightsKind.ADAPTER] = built.adapter_store
+    if built.models is not None:
+        stores[WeightsKind.MODEL] = built.models
     engine = FollowingEngine(
-        built.runner, follower, report, weights, built.adapter_store, most_in_flight=most_in_flight, leave=_leave
+        built.runner, follower, report, weights, stores, most_in_flight=most_in_flight, leave=_leave
     )
     return BuiltEngine(engine=engine, info=built.info)
+
+
+def _of_all(settings: EngineSettings) -> EngineSettings:
+    """The settings, with what a host could choose by its own free memory."""
+    if not settings.has_models:
+        return settings
+    return dataclasses.replace(settings, max_resident_models=settings.max_resident_models or LEAST_MODELS)
 
 
 def _cluster(served: ServedSettings) -> Cluster:

@@ -72,10 +72,9 @@ class Shapes:
             plan = plan_beside(first, path, weights)
             share_memory([Needs.of(plan, [path])], lambda line: None, taken=sum(each.taken for each in self._all))
             shape = self._add(plan, lambda line: None)
-        identity = identity_of(weights)
-        if identity != shape.own and shape.built.runner.capacity().max_models < LEAST_MODELS:
+        if identity_of(weights) != shape.own and shape.built.runner.capacity().max_models < LEAST_MODELS:
             raise ValueError(f"{path}: the device has no place for another model of its shape: --max-resident-models 2")
-        shape.models.add(identity, weights)
+        identity = shape.models.add(weights)
         self._of[identity] = shape
         self.engines.place(identity, shape.engine)
         self.engines.add_model(identity, *shape.models.ends(identity))

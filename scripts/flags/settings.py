@@ -217,7 +217,7 @@ class EngineSettings:
     )  # fmt: skip
     max_resident_models: int | None = _of_models(
         None, "Models of one shape and form whose weights are on the device at once", unset="as many as leave half of "
-        "the K/V pages", least=2, most=2**16,
+        "the K/V pages, and 2 on several hosts", least=2, most=2**16,
     )  # fmt: skip
     models_host_memory: float | None = _of_models(
         None, "GiB of the host's memory, for each engine, for the weights of models that are not on the device. Others "

@@ -55,7 +55,7 @@ class AdapterStore(Protocol):
         Raises AdapterError with status 404 if there are none.
         """
 
-    def forget(self, identity: int) -> None:
+    def forget(self, identity: int) -> object:
         """Drops weights that no name and no request uses any more."""
 
 

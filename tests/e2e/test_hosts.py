@@ -167,7 +167,7 @@ class Stream:
         return self.text
 
 
-def said(url: str, **changes: int) -> list[str]:
+def said(url: str, **changes: int | str) -> list[str]:
     with httpx.Client(base_url=url, timeout=ENDED_S) as http:
         return [
             http.post("/v1/completions", json={"prompt": prompt} | how | changes).json()["choices"][0]["text"]
@@ -258,11 +258,17 @@ def test_the_weights_of_both_hosts_change_or_none(kept, tmp_path):
     assert compiled_since(kept.url) == 0
 
 
-def test_the_hosts_load_an_adapter_together_or_not_at_all(tmp_path, model):
-    """One adapter runs at a time, so the hosts stage them again and again."""
+def test_the_hosts_load_adapters_and_models_together_or_not_at_all(tmp_path, model):
+    """One adapter runs at a time, and one model besides --model, so the hosts stage them again and again."""
     config = LlamaConfig.from_hf(json.loads((model.parent / "hf" / "config.json").read_text()))
     one, two = (random_for(tmp_path / name, config, seed=seed) for seed, name in enumerate(("one", "two"), 1))
     flags = ["--enable-lora", "--max-loras", "1", "--admin-api-key", ADMIN_KEY, "--lora-modules", f"one={one}"]
+    for name in ("second", "third"):
+        (tmp_path / name).mkdir()
+    second, third = (converted(tmp_path / name, seed) for seed, name in enumerate(("second", "third"), 1))
+    flags += ["--models", f"second={second}"]
+    with serve("--model", str(second), *FLAGS) as server:
+        alone = said(server.url, max_tokens=8)
     with contextlib.ExitStack() as stack:
         pair = Pair(tmp_path, model, stack, *flags)
         http = stack.enter_context(httpx.Client(base_url=pair.url, headers=ADMIN, timeout=ENDED_S))
@@ -272,6 +278,7 @@ def test_the_hosts_load_an_adapter_together_or_not_at_all(tmp_path, model):
 
         def text(name: str | None) -> str:
             answer = http.post("/v1/completions", json={"prompt": "Count", "model": name} | GREEDY | {"max_tokens": 8})
+            assert answer.status_code == 200, answer.text
             return answer.json()["choices"][0]["text"]
 
         assert load("two", str(two)).status_code == 200
@@ -290,6 +297,26 @@ def test_the_hosts_load_an_adapter_together_or_not_at_all(tmp_path, model):
         assert http.post("/v1/unload_lora_adapter", json={"lora_name": "two"}).status_code == 200
         assert http.get("/v1/models/two").status_code == 404
         assert text("one") == texts[1]
+
+        def load_model(name: str, path: str) -> httpx.Response:
+            return http.post("/v1/models/load", json={"model": name, "path": path})
+
+        assert said(pair.url, max_tokens=8, model="second") == alone
+        copies = [host.folder / "copy" for host in (pair.leader, pair.follower)]
+        shutil.copytree(third, copies[0])
+        assert re.search(r"^host 1 \(.*\): no model 'copy'", load_model("copy", "copy").json()["error"]["message"])
+        copies[1].symlink_to(second)
+        assert re.search(r"^host 1 \(.*\): it finds other", load_model("copy", "copy").json()["error"]["message"])
+        copies[1].unlink()
+        shutil.copytree(third, copies[1])
+        assert load_model("copy", "copy").status_code == 200
+        with ThreadPoolExecutor(3) as pool:
+            names = ("copy", None, "second") * 2
+            found = list(pool.map(text, names))
+        assert found[:3] == found[3:] and len({*found}) == 3
+        assert found[1] == texts[0] and said(pair.url, max_tokens=8, model="second") == alone
+        assert http.post("/v1/models/unload", json={"model": "copy"}).status_code == 200
+        assert http.get("/v1/models/copy").status_code == 404
         assert compiled_since(pair.url) == 0
 
 

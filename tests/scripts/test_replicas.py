@@ -107,8 +107,6 @@ def test_what_cannot_be_divided_is_refused(number, device, settings, message):
     [
         (2, {}, "--data-parallel-size is for one host"),
         (1, {"kv_offloading_size": 1}, "--kv-offloading-size: the pages of an engine of several hosts"),
-        (1, {"models": {"a": "b"}}, "--models, --models-folder: an engine of several hosts has one model"),
-        (1, {"models_folder": Path("/")}, "--models, --models-folder: an engine of several hosts has one model"),
     ],
 )
 def test_several_hosts_have_one_engine_of_one_model(number, settings, message):

@@ -1,8 +1,8 @@
-"""The weights and the LoRA adapters of all hosts. All hosts make a change, or none does.
+"""The weights, the LoRA adapters and the models of all hosts. All hosts make a change, or none does.
 
-Each host reads adapters from its own folder of that name and copies them to its chips. Loading and staging take time,
-so they run in separate threads on every host while steps go on. All hosts have staged an adapter before the leader
-sends the step that writes it into a slot.
+Each host reads adapters and models from its own folder of that name and copies them to its chips. Loading and staging
+take time, so they run in separate threads on every host while steps go on, but for the staging of a model: steps wait
+for it. All hosts have staged before the leader sends the first step that needs the weights.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Set
 
-from batcher.step import Runner, WeightsKind
-from server.engine.adapters import AdapterStore
+from batcher.step import WeightsKind
+from server.engine.adapters import AdapterStore, ModelStore
 from server.engine.hosts import commands
 from server.engine.hosts.cluster import LEADER
 from server.engine.hosts.leader import Leader
 from server.engine.weight_changes import Weights
-from server.engine.wire import ChangeWeights, InSharedMemory, WeightsChange
+from server.engine.wire import ChangeWeights, InSharedMemory, LoadedModel, WeightsChange
 
 
 class AllWeights:
@@ -61,7 +61,8 @@ class AllWeights:
                 faults[number] = f"it finds {theirs} where the leader finds {facts}"
         if faults:
             raise ValueError(self._leader.listed(faults))
-        _, faults = self._leader.ask(commands.Prepare(), self._own.prepare)
+        with self._leader.in_order:
+            _, faults = self._leader.ask(commands.Prepare(), self._own.prepare)
         if faults:
             self._leader.send(commands.Abandon())
             if LEADER not in faults:
@@ -69,7 +70,8 @@ class AllWeights:
             raise ValueError(self._leader.listed(faults))
 
     def commit(self) -> None:
-        _, faults = self._leader.ask(commands.Commit(), self._own.commit)
+        with self._leader.in_order:
+            _, faults = self._leader.ask(commands.Commit(), self._own.commit)
         if faults:
             raise RuntimeError(f"the hosts have different weights: {self._leader.listed(faults)}")
 
@@ -78,24 +80,26 @@ class AllWeights:
         self._own.abandon()
 
 
-class AllAdapters:
+class AllAdapters[S: AdapterStore]:
     """The leader's `server.engine.adapters.AdapterStore` of all hosts. All hosts load an adapter, or none does.
 
     The methods raise RuntimeError if a host is lost.
 
     Args:
         own: the store of this host.
+        kind: of the weights in it.
     """
 
-    def __init__(self, own: AdapterStore, leader: Leader) -> None:
+    def __init__(self, own: S, leader: Leader, kind: WeightsKind = WeightsKind.ADAPTER) -> None:
         self._own = own
         self._leader = leader
+        self._kind = kind
         self._lock = threading.Lock()  # of one question at a time to the hosts, and of what follows
         self._held: set[int] = set()  # that all hosts have
 
     def load(self, path: str) -> int:
         with self._lock:
-            identities, faults = self._leader.ask(commands.LoadAdapter(path), lambda: self._own.load(path))
+            identities, faults = self._leader.ask(commands.Load(self._kind, path), lambda: self._own.load(path))
             own: int | None = identities.get(LEADER)
             for number, identity in identities.items():
                 if own is not None and identity != own:
@@ -112,25 +116,17 @@ class AllAdapters:
             self._held.discard(identity)
             self._forget(identity, has_own=True)
 
-    def stage(self, identity: int, runner: Runner) -> None:
-        """Calls `Runner.stage` on all hosts. Raises ValueError if it fails on one, and undoes it on the others.
-
-        `runner` is this host's runner.
-        """
-        with self._lock:
-            _, faults = self._leader.ask(
-                commands.StageAdapter(identity), lambda: runner.stage(WeightsKind.ADAPTER, identity)
-            )
-            if faults:
-                self.unstage(identity, runner)
-                raise ValueError(self._leader.listed(faults))
-
-    def unstage(self, identity: int, runner: Runner) -> None:
-        """Calls `Runner.drop` on all hosts."""
-        self._leader.send(commands.UnstageAdapter(identity))
-        runner.drop(WeightsKind.ADAPTER, identity)
-
     def _forget(self, identity: int, *, has_own: bool) -> None:
-        self._leader.send(commands.ForgetAdapter(identity))
+        self._leader.send(commands.Forget(self._kind, identity))
         if has_own:
             self._own.forget(identity)
+
+
+class AllModels(AllAdapters[ModelStore]):
+    """The leader's `server.engine.adapters.ModelStore` of all hosts."""
+
+    def __init__(self, own: ModelStore, leader: Leader) -> None:
+        super().__init__(own, leader, WeightsKind.MODEL)
+
+    def loaded(self, name: str, identity: int, path: str) -> LoadedModel:
+        return self._own.loaded(name, identity, path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from batcher.step import AdapterWrite, Bucket, PenaltyReset, StepInput
+from batcher.step import AdapterWrite, Bucket, PenaltyReset, StepInput, WeightsKind
 from server.engine.wire import ChangeWeights, Reply
 from server.engine.wire import Failed as Failed
 from server.engine.wire import Question as Question
@@ -44,6 +44,7 @@ class Step(msgspec.Struct, tag=True):
     penalty_resets: list[tuple[int, bytes, bytes]]  # slot, prompt and output
     masks: list[tuple[int, bytes]]  # the number of rows, and an array of the shape [rows, n]
     adapters: list[tuple[int, int]]  # adapter slots and identities
+    model: int  # the identity of the model of all rows
 
 
 class Recover(msgspec.Struct, tag=True):
@@ -68,36 +69,42 @@ class Abandon(msgspec.Struct, tag=True):
     """Undo the preparation of a change, because a host has refused it. It has no answer: a failure ends all hosts."""
 
 
-class LoadAdapter(Question, tag=True):
-    """Read the LoRA adapter in this folder or file while steps go on."""
+class Load(Question, tag=True):
+    """Find the LoRA adapter or the model in this folder or file while steps go on."""
 
+    kind: WeightsKind
     path: str
 
 
-class ForgetAdapter(msgspec.Struct, tag=True):
-    """Drop an adapter's weights, which no name and no request uses any more."""
+class Forget(msgspec.Struct, tag=True):
+    """Drop an adapter or a model, which no name and no request uses any more."""
 
+    kind: WeightsKind
     identity: int
 
 
-class StageAdapter(Question, tag=True):
-    """Copy an adapter's weights to the chips. No step writes them into a slot before all hosts have answered."""
+class Stage(Question, tag=True):
+    """Copy the weights of an adapter or a model to the chips. No step needs them before all hosts have answered. Those
+    of a model are brought between two steps, because programs that all chips run must begin in the same order on all
+    hosts."""
 
+    kind: WeightsKind
     identity: int
 
 
-class UnstageAdapter(msgspec.Struct, tag=True):
-    """Drop the staged weights of an adapter, which no step will write into a slot."""
+class Unstage(msgspec.Struct, tag=True):
+    """Drop the staged weights of an adapter, which no step will write into a slot, or those of a model."""
 
+    kind: WeightsKind
     identity: int
 
 
 WeightsCommand = Check | Prepare | Commit | Abandon
-AdapterCommand = LoadAdapter | ForgetAdapter | StageAdapter | UnstageAdapter
-HostQuestion = Agree | Compile | Check | Prepare | Commit | LoadAdapter | StageAdapter
-Command = HostQuestion | UsePages | Step | Recover | WeightsCommand | AdapterCommand | Stop | Failed
+NamedCommand = Load | Forget | Stage | Unstage
+HostQuestion = Agree | Compile | Check | Prepare | Commit | Load | Stage
+Command = HostQuestion | UsePages | Step | Recover | WeightsCommand | NamedCommand | Stop | Failed
 
-Found = dict[str, str] | int | None  # facts, of Check; pages, of Agree; the identity of the weights, of LoadAdapter
+Found = dict[str, str] | int | None  # facts, of Check; pages, of Agree; the identity of the weights, of Load
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -128,6 +135,7 @@ def step_to_wire(step: StepInput) -> Step:
         [(reset.slot, _bytes(reset.prompt), _bytes(reset.output)) for reset in step.penalty_resets],
         [(len(masks), masks.tobytes()) for masks in step.masks],
         [(write.slot, write.adapter) for write in step.adapters],
+        step.model,
     )
 
 
@@ -143,6 +151,7 @@ def step_from_wire(step: Step) -> StepInput:
         ),
         masks=tuple(_array(masks).reshape(rows, -1) for rows, masks in step.masks),
         adapters=tuple(AdapterWrite(slot=slot, adapter=adapter) for slot, adapter in step.adapters),
+        model=step.model,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,6 +29,7 @@ class Leader(HostConnection):
     def __init__(self, cluster: Cluster, on_failure: Callable[[str], None]) -> None:
         self._names: dict[int, str] = {}  # of the followers that have arrived
         self._numbers = itertools.count()
+        self.in_order = threading.Lock()  # of what begins programs on all hosts, which must have one order
         super().__init__(cluster, on_failure, commands.HostReport)
 
     # --- the start ---

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -18,7 +18,6 @@ from batcher.step import Bucket, Capacity, Runner, StagedPages, StepHandle, Step
 from model.inputs.words import described
 from server.engine.adapters import AdapterStore
 from server.engine.hosts import commands
-from server.engine.hosts.all_hosts import AllAdapters
 from server.engine.hosts.cluster import HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
@@ -49,7 +48,7 @@ class FollowingEngine:
     Args:
         runner: the runner of this host, with compiled programs.
         weights: the weights of the runner.
-        store: the adapters of the runner; None: there are none.
+        stores: the adapters and the models of the runner, where there are some.
         most_in_flight: the number of steps that may be in flight.
         leave: leaves `jax.distributed`, on all hosts at once.
     """
@@ -62,7 +61,7 @@ class FollowingEngine:
         follower: Follower,
         reporter: Reporter,
         weights: Weights,
-        store: AdapterStore | None = None,
+        stores: Mapping[WeightsKind, AdapterStore],
         *,
         most_in_flight: int,
         leave: Callable[[], None],
@@ -72,9 +71,9 @@ class FollowingEngine:
         self._reporter = reporter
         self._weights = weights
         self._is_prepared = False  # a change of the weights
-        self._store = store
-        self._held: set[int] = set()  # adapters that this host has loaded
-        self._adapter_work = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._stores = stores
+        self._held: set[tuple[WeightsKind, int]] = set()  # what this host has loaded
+        self._named_work = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._most_in_flight = most_in_flight
         self._leave = leave
         self._in_flight: deque[StepHandle] = deque()
@@ -133,7 +132,9 @@ class FollowingEngine:
                 while self._in_flight:  # the leader has read them all
                     self._in_flight.popleft().result()
                 self._change_weights(command)
-            case _ if self._follows_adapters(command):
+            case commands.Stage(kind=WeightsKind.MODEL) | commands.Unstage(kind=WeightsKind.MODEL):
+                self._change_named(command)
+            case _ if self._follows_named(command):
                 pass
             case commands.Stop():
                 return False
@@ -157,31 +158,32 @@ class FollowingEngine:
                 self._is_prepared = False
                 self._weights.abandon()
 
-    def _follows_adapters(self, command: commands.Command) -> bool:
-        """Schedules a command about adapters on their thread. Returns False if the command is about something else."""
-        if self._store is None or not isinstance(command, commands.AdapterCommand):
+    def _follows_named(self, command: commands.Command) -> bool:
+        """Schedules a command about adapters, or the names of models, on their thread. Returns False if the command is
+        about something else."""
+        if not isinstance(command, commands.NamedCommand):
             return False
-        self._adapter_work.submit(self._change_adapters, command, self._store)
+        self._named_work.submit(self._change_named, command)
         return True
 
-    def _change_adapters(self, command: commands.AdapterCommand, store: AdapterStore) -> None:
-        def load(path: str) -> int:
-            identity = store.load(path)
-            self._held.add(identity)
+    def _change_named(self, command: commands.NamedCommand) -> None:
+        def load(kind: WeightsKind, path: str) -> int:
+            identity = self._stores[kind].load(path)
+            self._held.add((kind, identity))
             return identity
 
         try:
             match command:
-                case commands.LoadAdapter(path=path):
-                    self._follower.answer(command, lambda: load(path))
-                case commands.ForgetAdapter(identity=identity):
-                    if identity in self._held:  # else the leader forgets what another host has found
-                        self._held.discard(identity)
-                        store.forget(identity)
-                case commands.StageAdapter(identity=identity):
-                    self._follower.answer(command, lambda: self._runner.stage(WeightsKind.ADAPTER, identity))
-                case commands.UnstageAdapter(identity=identity):
-                    self._runner.drop(WeightsKind.ADAPTER, identity)
+                case commands.Load(kind=kind, path=path):
+                    self._follower.answer(command, lambda: load(kind, path))
+                case commands.Forget(kind=kind, identity=identity):
+                    if (kind, identity) in self._held:  # else the leader forgets what another host has found
+                        self._held.discard((kind, identity))
+                        self._stores[kind].forget(identity)
+                case commands.Stage(kind=kind, identity=identity):
+                    self._follower.answer(command, lambda: self._runner.stage(kind, identity))
+                case commands.Unstage(kind=kind, identity=identity):
+                    self._runner.drop(kind, identity)
         except BaseException as error:
             self._fail(error)
 
@@ -210,7 +212,7 @@ class FollowingEngine:
             if isinstance(command, commands.Recover):
                 self._recover()
                 return
-            if not self._follows_adapters(command) and not isinstance(command, commands.Step):
+            if not self._follows_named(command) and not isinstance(command, commands.Step):
                 raise error
 
 
@@ -231,10 +233,9 @@ class BroadcastRunner:
     A step is sent to the followers before it is dispatched here, so all hosts dispatch it at about the same time.
     """
 
-    def __init__(self, runner: HostRunner, leader: Leader, adapters: AllAdapters | None = None) -> None:
+    def __init__(self, runner: HostRunner, leader: Leader) -> None:
         self._runner = runner
         self._leader = leader
-        self._adapters = adapters
 
     def capacity(self) -> Capacity:
         return self._runner.capacity()
@@ -258,16 +259,22 @@ class BroadcastRunner:
         raise RuntimeError("several hosts compile all programs before they serve")
 
     def execute(self, step: StepInput) -> StepHandle:
-        self._leader.send(commands.step_to_wire(step))
-        return self._runner.execute(step)
+        with self._leader.in_order:
+            self._leader.send(commands.step_to_wire(step))
+            return self._runner.execute(step)
 
     def stage(self, kind: WeightsKind, identity: int) -> None:
-        assert self._adapters is not None and kind is WeightsKind.ADAPTER, "no request has an adapter or a model"
-        self._adapters.stage(identity, self._runner)
+        """Calls `Runner.stage` on all hosts. Raises ValueError if it fails on one, and undoes it on the others."""
+        with self._leader.in_order if kind is WeightsKind.MODEL else contextlib.nullcontext():
+            _, faults = self._leader.ask(commands.Stage(kind, identity), lambda: self._runner.stage(kind, identity))
+            if faults:
+                self.drop(kind, identity)
+                raise ValueError(self._leader.listed(faults))
 
     def drop(self, kind: WeightsKind, identity: int) -> None:
-        assert self._adapters is not None and kind is WeightsKind.ADAPTER, "no request has an adapter or a model"
-        self._adapters.unstage(identity, self._runner)
+        """Calls `Runner.drop` on all hosts."""
+        self._leader.send(commands.Unstage(kind, identity))
+        self._runner.drop(kind, identity)
 
     def read_pages(self, pages: Sequence[int]) -> NoReturn:
         raise RuntimeError(_NO_MOVES)
@@ -279,8 +286,9 @@ class BroadcastRunner:
         raise RuntimeError(_NO_MOVES)
 
     def recover(self) -> None:
-        self._leader.send(commands.Recover())
-        self._runner.recover()
+        with self._leader.in_order:
+            self._leader.send(commands.Recover())
+            self._runner.recover()
 
     @property
     def num_compiles(self) -> int:

@@ -24,11 +24,11 @@ class Pair:
         self.ours, self.theirs = FakeStore(), theirs
         self.our_runner, self.their_runner = RecordingRunner(), runner or RecordingRunner()
         self.all = AllAdapters(self.ours, self.leader)
-        self.runner = BroadcastRunner(self.our_runner, self.leader, self.all)
+        self.runner = BroadcastRunner(self.our_runner, self.leader)
         self.exits = Exits()
-        weights = None  # which are not changed
+        weights, stores = None, dict.fromkeys(WeightsKind, theirs)  # weights are not changed
         FollowingEngine(
-            self.their_runner, follower, self.exits, weights, theirs, most_in_flight=1, leave=lambda: None
+            self.their_runner, follower, self.exits, weights, stores, most_in_flight=1, leave=lambda: None
         ).start()
 
 
@@ -70,6 +70,28 @@ def test_all_hosts_stage_before_a_step_writes(hosts):
     pair.runner.execute(replace(written, adapters=(AdapterWrite(slot=1, adapter=7),)))
     assert pair.their_runner.seen(1) == [3]
     pair.runner.drop(WeightsKind.ADAPTER, 7)
+    wait_until(lambda: pair.our_runner.staged == pair.their_runner.staged == set())
+
+
+def test_a_model_is_staged_between_two_steps(hosts):
+    """Both hosts begin with the same programs: those of the steps before, those of the load, and those of the steps."""
+    pair, gate = Pair(hosts, FakeStore()), Gate(first=0)
+    stage = pair.their_runner.stage
+    pair.their_runner.stage = lambda kind, identity: gate(0) or stage(kind, identity)
+    pair.runner.execute(step(1))
+    staging = threading.Thread(target=pair.runner.stage, args=(WeightsKind.MODEL, 7))
+    staging.start()
+    assert gate.reached.wait(30) and pair.their_runner.seen(1) == [1]
+    later = threading.Thread(target=pair.runner.execute, args=(replace(step(2), model=7),))
+    later.start()
+    later.join(0.2)
+    assert later.is_alive() and pair.our_runner.seen(1) == [1]
+    gate.open.set()
+    for thread in (staging, later):
+        thread.join(30)
+    assert pair.our_runner.staged == pair.their_runner.staged == {7}
+    assert pair.our_runner.seen(1) == pair.their_runner.seen(1) == [2]
+    pair.runner.drop(WeightsKind.MODEL, 7)
     wait_until(lambda: pair.our_runner.staged == pair.their_runner.staged == set())
 
 

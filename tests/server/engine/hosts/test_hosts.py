@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 def following(follower: Follower, runner: loopback.RecordingRunner) -> loopback.Exits:
     exits = loopback.Exits()
     weights = None  # which are not changed
-    FollowingEngine(runner, follower, exits, weights, most_in_flight=1, leave=lambda: None).start()
+    FollowingEngine(runner, follower, exits, weights, {}, most_in_flight=1, leave=lambda: None).start()
     return exits
 
 

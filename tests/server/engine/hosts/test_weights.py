@@ -55,7 +55,7 @@ class Two:
         self.all = AllWeights(self.own, self.leader)
         self.exits = Exits()
         FollowingEngine(
-            runners[1], self.follower, self.exits, self.theirs, most_in_flight=2, leave=lambda: None
+            runners[1], self.follower, self.exits, self.theirs, {}, most_in_flight=2, leave=lambda: None
         ).start()
 
     def change(self) -> None:
