@@ -163,7 +163,7 @@ def choose_dtype(
     if platform == "cpu":
         if checkpoint_dtype == "float32":
             return "float32", own
-        return "float32", "the CPU's default; --dtype bfloat16 takes half, and is faster on CPUs with bfloat16 units"
+        return "float32", "the CPU's default; with --dtype bfloat16 what is not quantised takes half"
     if checkpoint_dtype in ("bfloat16", "float32"):
         return checkpoint_dtype, own
     held = " and ".join(stored) or checkpoint_dtype
