@@ -144,7 +144,7 @@ class RunnersModels:
             if kept is not None:
                 self._kept.move_to_end(identity)
         if kept is not None:
-            return {path: copied(array, DEVICE) for path, array in kept[0].items()}, kept[1]
+            return {path: copied(array, DEVICE, shares=True) for path, array in kept[0].items()}, kept[1]
         if weights is None:
             raise ValueError("the model has been unloaded")
         return self._read(identity, weights)
@@ -173,7 +173,8 @@ class RunnersModels:
             while (len(self._kept) + 1) * size > self._most_bytes:
                 self._kept.popitem(last=False)
         try:
-            copies = jax.block_until_ready({path: copied(array, HOST) for path, array in arrays.items()})
+            copies = {path: copied(array, HOST, shares=True) for path, array in arrays.items()}
+            jax.block_until_ready(copies)
         except jax.errors.JaxRuntimeError as error:
             words = one_line(str(error))
             logger.warning("the host's memory has no room for a model, in spite of --models-host-memory: %s", words)

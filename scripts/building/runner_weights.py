@@ -49,7 +49,8 @@ class RunnerSleep:
             return self._held if level == 1 else self._of_drafts()
         kept = [place for place in range(len(self._runner.weights)) if level == 1 or place not in self._given]
         try:
-            return jax.block_until_ready({place: copied(self._runner.weights[place], HOST) for place in kept})
+            copies = {place: copied(self._runner.weights[place], HOST, shares=True) for place in kept}
+            return jax.block_until_ready(copies)
         except jax.errors.JaxRuntimeError as error:
             raise ValueError(f"the host's memory has no room for the weights: {one_line(str(error))}") from error
 

@@ -158,9 +158,9 @@ def alone_with(folders) -> Callable[[str], dict[str, list[list[int]]]]:
 
     @cache
     def texts_alone(kind: str) -> dict[str, list[list[int]]]:
-        found = {}
+        found, settings = {}, KINDS[kind] | {"models_host_memory": None}
         for name in NAMES:
-            with an_llm(folders, own="merged" if name == "adapted" else name, **KINDS[kind]) as llm:
+            with an_llm(folders, own="merged" if name == "adapted" else name, **settings) as llm:
                 found[name] = texts(llm, ("",))[""]
         assert len({str(each) for each in found.values()}) == len(NAMES)
         return found
