@@ -103,8 +103,8 @@ def killed(flags: Sequence[str], errors: Path, *, record: int = 0, name: str = "
 def main() -> int:
     goes_on = SignallingJournal.goes_on
 
-    def build(settings, report, tokenizer, **_: object) -> tuple[Engine, SimpleNamespace, None]:
-        engine, built = build_fake(settings.max_queue, report, on_result=lambda _: goes_on.wait())
+    def build(served, report, tokenizer, **_: object) -> tuple[Engine, SimpleNamespace, None]:
+        engine, built = build_fake(served.engine.max_queue, report, on_result=lambda _: goes_on.wait())
         shutdown = engine.shutdown
 
         def go_on_and_end() -> None:
