@@ -99,7 +99,7 @@ class RunnersModels:
         if jax.process_count() > 1 and weights.stored is not None:
             identity = _number(weights_digest(weights.stored))
         with self._lock:
-            if identity not in self._chosen:  # else another path with the same content was refused
+            if identity not in self._chosen:  # else the first path with this content stays
                 self._chosen[identity], self._files[identity] = weights, files
         return identity
 

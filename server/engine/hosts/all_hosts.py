@@ -63,11 +63,11 @@ class AllWeights:
             raise ValueError(self._leader.listed(faults))
         with self._leader.in_order:
             _, faults = self._leader.ask(commands.Prepare(), self._own.prepare)
-        if faults:
-            self._leader.send(commands.Abandon())
-            if LEADER not in faults:
-                self._own.abandon()
-            raise ValueError(self._leader.listed(faults))
+            if faults:
+                self._leader.send(commands.Abandon())
+                if LEADER not in faults:
+                    self._own.abandon()
+                raise ValueError(self._leader.listed(faults))
 
     def commit(self) -> None:
         with self._leader.in_order:
@@ -76,8 +76,9 @@ class AllWeights:
             raise RuntimeError(f"the hosts have different weights: {self._leader.listed(faults)}")
 
     def abandon(self) -> None:
-        self._leader.send(commands.Abandon())
-        self._own.abandon()
+        with self._leader.in_order:
+            self._leader.send(commands.Abandon())
+            self._own.abandon()
 
 
 class AllAdapters[S: AdapterStore]:
